@@ -1,0 +1,1 @@
+"""Speculative decoding by real target passes: loop, verification, metrics, report."""

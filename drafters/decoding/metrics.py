@@ -1,0 +1,169 @@
+# Every number about acceptance and speed, once, with its formula. Plain Python on rounds and seconds: nothing here
+# knows a model. "Accepted length" always includes the bonus token, the one that the target's pass adds.
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from drafters.decoding.loop import Round, RoundCost
+
+__all__ = [
+    "Costs",
+    "accepted_histogram",
+    "accepted_length",
+    "block_speedup",
+    "bootstrap_ci",
+    "choose_length",
+    "conditional_acceptance",
+    "costs_from",
+    "expected_length",
+    "full_rounds",
+    "seconds_per_token",
+    "survival",
+    "verify_rate",
+]
+
+
+def full_rounds(rounds: Iterable[Round]) -> list[Round]:
+    """The rounds that acceptance is counted on: not cut by a stop token or the token limit, and not drafted shorter
+    because the limit was near. A cut round says where the text ended, not what the drafter can do."""
+    return [r for r in rounds if r.full]
+
+
+def accepted_length(rounds: Iterable[Round]) -> float:
+    """tau = sum_r (accepted_r + 1) / number of rounds, over full rounds; bonus included. NaN without a round."""
+    counted = full_rounds(rounds)
+    return sum(r.accepted + 1 for r in counted) / len(counted) if counted else float("nan")
+
+
+def conditional_acceptance(rounds: Iterable[Round], length: int) -> list[float]:
+    """a_k = #(accepted >= k) / #(accepted >= k - 1 and proposed >= k), k = 1..length, over full rounds.
+
+    The share of rounds where draft k stood, of those where it was proposed and drafts 1..k-1 stood. NaN where no
+    round came so far.
+    """
+    counted = full_rounds(rounds)
+    tested = [sum(r.accepted >= k - 1 and r.proposed >= k for r in counted) for k in range(1, length + 1)]
+    stood = [sum(r.accepted >= k for r in counted) for k in range(1, length + 1)]
+    return [s / t if t else float("nan") for s, t in zip(stood, tested, strict=True)]
+
+
+def survival(rounds: Iterable[Round], length: int) -> list[float]:
+    """Marginal acceptance: s_k = #(accepted >= k) / number of rounds, over full rounds; s_k = prod_{i<=k} a_i when
+    every round proposed `length` drafts."""
+    counted = full_rounds(rounds)
+    return [
+        sum(r.accepted >= k for r in counted) / len(counted) if counted else float("nan") for k in range(1, length + 1)
+    ]
+
+
+def verify_rate(rounds: Iterable[Round]) -> float:
+    """Drafts that stood / drafts proposed, over full rounds. NaN when nothing was proposed."""
+    counted = full_rounds(rounds)
+    proposed = sum(r.proposed for r in counted)
+    return sum(r.accepted for r in counted) / proposed if proposed else float("nan")
+
+
+def accepted_histogram(rounds: Iterable[Round], length: int) -> list[int]:
+    """Number of full rounds with 0, 1, .. `length` accepted drafts."""
+    counts = [0] * (length + 1)
+    for r in full_rounds(rounds):
+        counts[r.accepted] += 1
+    return counts
+
+
+def bootstrap_ci(
+    pairs: Sequence[tuple[float, float]], *, seed: int, level: float = 0.95, num_resamples: int = 2000
+) -> tuple[float, float]:
+    """Percentile interval of sum(x) / sum(n) over prompts' (x, n), prompts drawn with replacement.
+
+    Rounds of one prompt resemble each other, so the prompt is the unit; a ratio of sums, as the value itself is.
+    NaN when no prompt has n > 0. One prompt gives an interval of width zero: it says nothing about others.
+    """
+    used = [(x, n) for x, n in pairs if n > 0]
+    if not used:
+        return float("nan"), float("nan")
+    data_P2 = torch.tensor(used, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(used), (num_resamples, len(used)), generator=generator)
+    sums = data_P2[picks].sum(1)
+    bounds = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = (sums[:, 0] / sums[:, 1]).quantile(bounds).tolist()
+    return low, high
+
+
+def expected_length(acceptances: Sequence[float]) -> float:
+    """tau = 1 + sum_k prod_{i<=k} a_i from conditional acceptances; bonus included. A NaN (no round came so far)
+    ends the sum: the product before it is zero."""
+    total, alive = 1.0, 1.0
+    for a in acceptances:
+        if a != a:
+            break
+        alive *= a
+        total += alive
+    return total
+
+
+def seconds_per_token(draft_s: float, verify_s: float, tau: float) -> float:
+    """L = (T_draft + T_verify) / tau, tau with bonus: the cost model of Leviathan 2211.17192."""
+    return (draft_s + verify_s) / tau
+
+
+def block_speedup(step_s: float, length: int, draft_s: float, verify_s: float, *, bonus: bool) -> float:
+    """Speed-up of a round in which all `length` drafts stand: (length + bonus) single steps / (T_draft + T_verify).
+
+    `bonus` False counts the drafts only, True also the token that the verify pass adds; reports differ, so say which.
+    """
+    return (length + bonus) * step_s / (draft_s + verify_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Median seconds by draft length, measured. `draft_s[k]`: drafting k tokens and reading the verified ones;
+    `verify_s[k]`: the target's pass on k + 1 tokens; `overhead_s[k]`: the loop's rest. `step_s`: one round of the
+    autoregressive baseline in the same loop, its overhead included."""
+
+    step_s: float
+    draft_s: Mapping[int, float] = field(default_factory=dict)
+    verify_s: Mapping[int, float] = field(default_factory=dict)
+    overhead_s: Mapping[int, float] = field(default_factory=dict)
+
+    def round_s(self, length: int) -> float:
+        """Seconds of a whole round at `length`."""
+        return self.draft_s[length] + self.verify_s[length] + self.overhead_s[length]
+
+    def speedup(self, length: int, acceptances: Sequence[float]) -> float:
+        """Predicted: step_s * tau(a_1..a_length) / round_s(length)."""
+        return self.step_s * expected_length(acceptances[:length]) / self.round_s(length)
+
+
+def costs_from(rounds: Sequence[RoundCost], baseline: Sequence[RoundCost]) -> Costs:
+    """Medians of measured rounds. Of each length, the rounds with the most rows count: a batch that is emptying is
+    cheaper than the one that is asked about."""
+    by_length = {k: _fullest([r for r in rounds if r.length == k]) for k in sorted({r.length for r in rounds})}
+
+    def medians(part: Callable[[RoundCost], float]) -> dict[int, float]:
+        return {k: median(part(r) for r in kept) for k, kept in by_length.items()}
+
+    return Costs(
+        step_s=median(r.draft_s + r.verify_s + r.overhead_s for r in _fullest(baseline)),
+        draft_s=medians(lambda r: r.draft_s),
+        verify_s=medians(lambda r: r.verify_s),
+        overhead_s=medians(lambda r: r.overhead_s),
+    )
+
+
+def _fullest(rounds: Sequence[RoundCost]) -> list[RoundCost]:
+    most = max(r.rows for r in rounds)
+    return [r for r in rounds if r.rows == most]
+
+
+def choose_length(costs: Costs, acceptances: Sequence[float]) -> int:
+    """The draft length of at least 1, among those profiled, with the best predicted speed-up; ties go to the shorter.
+
+    Never 0: a drafter that does not pay must be seen to (a speed-up below 1), not hidden by not drafting.
+    """
+    lengths = [k for k in costs.draft_s if 1 <= k <= len(acceptances)]
+    return max(lengths, key=lambda k: (costs.speedup(k, acceptances), -k))

@@ -1,0 +1,1 @@
+"""Drafter architectures behind one contract (see `base`)."""

@@ -1,0 +1,62 @@
+# The contract every drafter meets. Heads are final: nothing inherits an implementation from another head; shared
+# parts are functions and small modules. A drafter that cannot be trained implements `session` alone.
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Generator, Tensor, nn
+
+from drafters.types import Batch, Losses, Needs, Proposal, Sampling
+
+if TYPE_CHECKING:
+    from drafters.target import FrozenTarget, TargetHead
+
+__all__ = ["Drafter", "Session"]
+
+
+class Session(ABC):
+    """One batch of rows being decoded. Rows advance by different counts; row b of every argument is row b here."""
+
+    @abstractmethod
+    def extend(
+        self, tokens_BT: Tensor, lengths_B: Tensor, anchor_B: Tensor, aux_BTLD: Tensor | None, last_BTD: Tensor | None
+    ) -> None:
+        """Take in what the target just verified.
+
+        `tokens_BT` are tokens whose target states now exist, right-padded, `lengths_B` valid ones a row, continuing
+        where the last call ended (the first call brings the prompt); `aux_BTLD` and `last_BTD` are their states, as
+        `Drafter.needs` asks. `anchor_B` is each row's newest token: chosen by the target, not yet seen by it.
+        """
+
+    @abstractmethod
+    def propose(self, length: int, sampling: Sampling, generator: Generator | None = None) -> Proposal:
+        """Draft up to `length` tokens after each row's anchor."""
+
+    @abstractmethod
+    def keep(self, rows: Tensor) -> None:
+        """Go on with `rows` (int64 indices into the present rows, in the new order); the others are dropped."""
+
+
+class Drafter(nn.Module, ABC):
+    """A draft head on a frozen target. Subclasses carry a nested keyword-only dataclass `Config` and are built as
+    `Cls(config, spec)`: all sizes come from the target's `spec`."""
+
+    config: Any
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """The target states that `loss` and `session` read."""
+
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """The longest draft that one `propose` can give."""
+
+    def loss(self, batch: Batch, target_head: "TargetHead") -> Losses:
+        """Distillation loss of one batch, as sums. Drafters without training do not implement it."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing to train")
+
+    @abstractmethod
+    def session(self, target: "FrozenTarget", batch_size: int) -> Session:
+        """A new decoding session of `batch_size` rows."""

@@ -1,0 +1,69 @@
+# What a drafter may know of its target: numbers, no weights and no family names. Written into every cache and
+# every `drafter/`, so that a foreign one is refused by comparing two of these.
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from drafters.errors import CheckpointError, ConfigError
+
+__all__ = ["TargetSpec", "check_layer_ids"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSpec:
+    """Sizes and constants of a target. Logits are `softcap(logit_scale * hidden @ lm_head^T)`; the embedding that
+    enters layer 0 is `embed_scale * embedding[token]`. `rope_inv_freq` holds head_dim / 2 inverse frequencies, with
+    the target's own scaling applied where it rotates the whole head, and `rope_scaling` its config for export."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_inv_freq: tuple[float, ...]
+    max_position: int
+    tied_head: bool
+    logit_scale: float
+    logit_softcap: float | None
+    embed_scale: float
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    mask_token_id: int
+    template_hash: str
+    weights_hash: str
+    dtype: str
+    rope_scaling: dict[str, Any] | None = None
+    name: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TargetSpec":
+        """Inverse of `to_dict`. Raises CheckpointError on a missing or unknown field (written by another version)."""
+        names = {f.name for f in fields(cls)}
+        if set(values) - names or {"hidden_size", "weights_hash"} - set(values):
+            wrong = sorted(set(values) ^ names)
+            raise CheckpointError(f"target spec: fields {wrong} do not fit this version; accepted: {sorted(names)}")
+        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        try:
+            return cls(**lists)
+        except TypeError as error:
+            raise CheckpointError(f"target spec: {error}") from error
+
+
+def check_layer_ids(layer_ids: tuple[int, ...], spec: TargetSpec, *, key: str = "target.layer_ids") -> None:
+    """Raises ConfigError unless the ids are distinct, ascending and inside the target."""
+    for layer in layer_ids:
+        if not 0 <= layer < spec.num_layers:
+            raise ConfigError(
+                f"{key}: layer {layer} is out of range; the target has layers 0..{spec.num_layers - 1} "
+                "(k means the output of decoder layer k, counted from 0)"
+            )
+    if list(layer_ids) != sorted(set(layer_ids)):
+        raise ConfigError(f"{key}: got {list(layer_ids)}; the ids must be distinct and ascending")

@@ -1,0 +1,260 @@
+# The frozen target. `FrozenTarget` and `TargetHead` are plain objects, never nn.Modules, so that nothing can train,
+# wrap or save them by accident. Nothing here knows a model family: sizes are read from the config, constants that
+# families hide in their code (embedding scale, logit scale) are measured, and `check` proves the result on the model.
+
+import hashlib
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from drafters.errors import CheckpointError, ConfigError
+from drafters.kv_cache import TargetCache
+from drafters.spec import TargetSpec, check_layer_ids
+from drafters.target_probe import check, read_spec
+from drafters.types import Needs, States, StepOutput
+from drafters.weights import fingerprint, load_model, load_tokenizer, resolve
+
+__all__ = ["FrozenTarget", "TargetHead"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class TargetHead:
+    """The target's embedding and output projection: all that training from cached states needs."""
+
+    def __init__(self, spec: TargetSpec, *, embedding_VD: Tensor, lm_head_VD: Tensor) -> None:
+        self.spec = spec
+        self.embedding_VD = embedding_VD.detach()
+        self.lm_head_VD = lm_head_VD.detach()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] as they enter the target's first layer."""
+        embedded = self.embedding_VD[tokens]
+        return embedded if self.spec.embed_scale == 1.0 else embedded * self.spec.embed_scale
+
+    def logits(self, hidden: Tensor, *, support_V: Tensor | None = None) -> Tensor:
+        """Float32 logits [..., V] of states after the final norm, over `support_V` (ids) or the whole vocabulary."""
+        logits = (hidden.to(self.lm_head_VD.dtype) @ self.rows(support_V).T).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        cap = self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def rows(self, support_V: Tensor | None) -> Tensor:
+        """Rows [V', D] of the output projection."""
+        return self.lm_head_VD if support_V is None else self.lm_head_VD[support_V].contiguous()
+
+    def to(self, device: torch.device | str) -> "TargetHead":
+        """The same head on another device; a tied head stays tied."""
+        embedding = self.embedding_VD.to(device)
+        tied = self.lm_head_VD.data_ptr() == self.embedding_VD.data_ptr()
+        return TargetHead(
+            self.spec, embedding_VD=embedding, lm_head_VD=embedding if tied else self.lm_head_VD.to(device)
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write `target_head.safetensors` and `target_spec.json` into `folder`."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"embedding": self.embedding_VD.contiguous()}
+        if not self.spec.tied_head:
+            tensors["lm_head"] = self.lm_head_VD.contiguous()
+        save_file(tensors, folder / "target_head.safetensors", metadata={"format": "pt"})
+        (folder / "target_spec.json").write_text(json.dumps(self.spec.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "TargetHead":
+        """Inverse of `save`. Raises CheckpointError when a file is missing or damaged."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            spec = TargetSpec.from_dict(json.loads((folder / "target_spec.json").read_text()))
+            tensors = load_file(folder / "target_head.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"target head in {folder}: {error}; capture the states again") from error
+        return cls(spec, embedding_VD=tensors["embedding"], lm_head_VD=tensors.get("lm_head", tensors["embedding"]))
+
+
+class FrozenTarget:
+    """A causal LM of `transformers`, frozen: hidden states, logits, embeddings, cached decoding with rollback."""
+
+    def __init__(self, model: nn.Module, *, tokenizer: Any, spec: TargetSpec) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.decoder: Any = self.model.get_decoder()
+        self.head = TargetHead(
+            spec,
+            embedding_VD=self.model.get_input_embeddings().weight,
+            lm_head_VD=self.model.get_output_embeddings().weight,
+        )
+        text_config = self.model.config.get_text_config()
+        self.sliding = bool(getattr(text_config, "sliding_window", None))
+        # transformers renamed the argument of decoders in 5.x; both spellings are served.
+        parameters = inspect.signature(self.decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._captured: dict[int, Tensor] = {}
+        self._wanted: frozenset[int] = frozenset()
+        for index, layer in enumerate(self.decoder.layers):
+            layer.register_forward_hook(self._hook(index))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.embedding_VD.device
+
+    @classmethod
+    def load(
+        cls,
+        weights: str,
+        *,
+        sha256: str | None = None,
+        dtype: str = "bfloat16",
+        mask_token: str | int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "FrozenTarget":
+        """Fetch, load and check a target. Raises ConfigError or CheckpointError with the key at fault."""
+        if dtype not in DTYPES:
+            raise ConfigError(f"target.dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
+        folder = resolve(weights, sha256=sha256)
+        tokenizer = load_tokenizer(str(folder))
+        model = load_model(folder, dtype=DTYPES[dtype]).to(device)
+        return cls.from_model(
+            model,
+            tokenizer=tokenizer,
+            mask_token_id=mask_id(mask_token, tokenizer, model.config.get_text_config().vocab_size),
+            weights_hash=fingerprint(folder),
+            name=weights,
+        )
+
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, *, tokenizer: Any = None, mask_token_id: int = 0, weights_hash: str = "", name: str = ""
+    ) -> "FrozenTarget":
+        """Wrap a loaded model; `weights_hash` defaults to a hash of its parameters. Ends with the self-check."""
+        spec = read_spec(model.eval(), mask_token_id=mask_token_id)
+        template = (getattr(tokenizer, "chat_template", None) or "") if tokenizer is not None else ""
+        spec = replace(
+            spec,
+            template_hash=hashlib.sha256(str(template).encode()).hexdigest(),
+            weights_hash=weights_hash or _hash_parameters(model),
+            name=name,
+        )
+        target = cls(model, tokenizer=tokenizer, spec=spec)
+        check(target)
+        return target
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] as they enter the first layer."""
+        return self.head.embed(tokens)
+
+    @torch.inference_mode()
+    def states(self, tokens_BT: Tensor, *, needs: Needs, lengths_B: Tensor | None = None) -> States:
+        """Hidden states of right-padded rows, without a cache.
+
+        A causal model's valid rows never see the padding to their right, so no mask is needed; states at padded
+        positions are defined but meaningless. `lengths_B` is accepted so that callers state what is valid.
+        """
+        del lengths_B
+        out = self._forward(needs, input_ids=tokens_BT.to(self.device), use_cache=False)
+        return States(aux_BTLD=self._aux(needs), last_BTD=out if needs.last else None)
+
+    def new_cache(self, batch_size: int) -> TargetCache:
+        """An empty key/value cache of `batch_size` rows."""
+        return TargetCache(batch_size=batch_size, sliding=self.sliding, device=self.device)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        tokens_BS: Tensor,
+        cache: TargetCache,
+        *,
+        lengths_B: Tensor | None = None,
+        needs: Needs = Needs(),  # noqa: B008  (frozen)
+        logits: Literal["all", "last", "none"] = "all",
+    ) -> StepOutput:
+        """One pass over new tokens (right-padded, `lengths_B` valid a row) that appends them to `cache`.
+
+        Logits are float32: [B, S, V] for "all", [B, 1, V] of each row's last valid slot for "last", [B, 0, V] for
+        "none". Positions go on from `cache.lengths_B`.
+        """
+        width = tokens_BS.shape[1]
+        positions = cache.lengths_B[:, None] + torch.arange(width, device=self.device)
+        mask = cache.append(lengths_B, width)
+        last = self._forward(
+            needs,
+            input_ids=tokens_BS.to(self.device),
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_name: cache.hf},
+        )
+        read = last
+        if logits == "last":
+            ends = torch.full_like(cache.lengths_B, width) if lengths_B is None else lengths_B.to(self.device)
+            read = last.gather(1, (ends - 1)[:, None, None].expand(-1, 1, last.shape[2]))
+        elif logits == "none":
+            read = last[:, :0]
+        return StepOutput(
+            logits_BSV=self.head.logits(read), aux_BSLD=self._aux(needs), last_BSD=last if needs.last else None
+        )
+
+    def _forward(self, needs: Needs, **inputs: Any) -> Tensor:
+        if needs.layer_ids:
+            check_layer_ids(tuple(sorted(needs.layer_ids)), self.spec)
+        self._wanted = frozenset(needs.layer_ids)
+        self._captured.clear()
+        try:
+            last: Tensor = self.decoder(**inputs).last_hidden_state
+        finally:
+            self._wanted = frozenset()
+        return last
+
+    def _aux(self, needs: Needs) -> Tensor | None:
+        if not needs.layer_ids:
+            return None
+        return torch.stack([self._captured[layer] for layer in needs.layer_ids], dim=2)
+
+    def _hook(self, index: int) -> Any:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            if index in self._wanted:
+                self._captured[index] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+
+def mask_id(mask_token: str | int | None, tokenizer: Any, vocab_size: int) -> int:
+    """The id of the mask token of block drafters: a token string, an id, or None (the tokenizer's mask, pad or eos).
+
+    Raises ConfigError when it is not in the vocabulary.
+    """
+    if mask_token is None:
+        for found in (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
+            if found is not None:
+                return int(found)
+        raise ConfigError("target.mask_token: missing, and the tokenizer has no mask, pad or eos token; name one")
+    if isinstance(mask_token, int):
+        if not 0 <= mask_token < vocab_size:
+            raise ConfigError(f"target.mask_token: id {mask_token} is not in the vocabulary; accepted: 0..{vocab_size - 1}")
+        return mask_token
+    found = tokenizer.get_vocab().get(mask_token)
+    if found is None:
+        raise ConfigError(
+            f"target.mask_token: '{mask_token}' is not in the tokenizer's vocabulary; name an unused special token, or an id"
+        )
+    return int(found)
+
+
+def _hash_parameters(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

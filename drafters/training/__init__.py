@@ -1,0 +1,1 @@
+"""Lightning distillation of a drafter from target states."""

