@@ -42,7 +42,9 @@ class GrowingLayer(DynamicLayer):
 
     def select(self, rows: Tensor) -> None:
         """Keep `rows`, in that order."""
-        self._set(self.keys[rows], self.values[rows], self.buffers[0].shape[2])
+        slots = self.keys.shape[2]
+        self.buffers = (self.buffers[0][rows], self.buffers[1][rows])
+        self.crop_to(slots)
 
     def _set(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         def copy(x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Data that is bundled with the project."""

@@ -1,0 +1,1 @@
+"""Sample prompts written for this project, and the script that draws them."""
