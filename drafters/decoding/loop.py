@@ -17,7 +17,8 @@ from drafters.heads.base import Drafter, Session
 from drafters.types import Needs, Proposal, Sampling, StepOutput
 
 if TYPE_CHECKING:
-    from drafters.target import FrozenTarget, TargetCache
+    from drafters.kv_cache import TargetCache
+    from drafters.target import FrozenTarget
 
 __all__ = ["DecodeConfig", "Generation", "OnRound", "Round", "RoundCost", "RunTimings", "decode"]
 

@@ -1,0 +1,96 @@
+# Door: prints conversations as the drafter will train on them, with the supervised tokens highlighted.
+#
+#     python -m data.show source=jsonl source.path=FILE n=2
+#     python -m data.show tokenizer=FOLDER            # another tokenizer than the target's
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+
+
+def show(config: DictConfig) -> None:
+    """Print `n` conversations of the source and what is supervised in them. Raises DataError when nothing is."""
+    from itertools import islice
+
+    from rich.console import Console
+    from rich.rule import Rule
+
+    from data.sources import load_conversations
+    from drafters.chat import ChatEncoder, EncodeError
+    from drafters.config import build_config, to_plain
+    from drafters.errors import ConfigError
+
+    if not isinstance(config.n, int) or config.n < 1:
+        raise ConfigError(f"n: got {config.n!r}; accepted: a whole number from 1")
+    _, source = build_config(config.source, key="source")
+    tokenizer = _tokenizer(config)
+    encoder = ChatEncoder(tokenizer, max_length=config.max_length, template_kwargs=to_plain(config.template_kwargs))
+    console = Console(highlight=False)
+    failures, num_shown = [], 0
+    for conversation in islice(load_conversations(source), config.n):
+        console.print(Rule(f"{conversation.id} ({conversation.source})"))
+        try:
+            example = encoder.encode(conversation)
+        except EncodeError as error:
+            failures.append(error)
+            console.print(f"not used: {error}", style="yellow", markup=False, soft_wrap=True)
+            continue
+        console.print(_highlighted(example, tokenizer, marks=not console.is_terminal), soft_wrap=True)
+        cut = f", cut off at {config.max_length} tokens" if example.truncated else ""
+        supervised = f"{int(example.loss_mask_T.sum()):,} of {len(example.tokens_T):,} tokens supervised{cut}"
+        console.print(supervised, style="dim")
+        num_shown += 1
+    if not num_shown:
+        raise failures[0]
+
+
+def _tokenizer(config: DictConfig):
+    from transformers import AutoTokenizer
+
+    from drafters.errors import ConfigError
+    from drafters.weights import load_tokenizer
+
+    if config.tokenizer is None:
+        return load_tokenizer(config.target.weights, sha256=config.target.sha256)
+    if not Path(config.tokenizer).is_dir():
+        raise ConfigError(f"tokenizer: no folder '{config.tokenizer}'; give one that holds a tokenizer.json, or null")
+    try:
+        return AutoTokenizer.from_pretrained(config.tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer: none in '{config.tokenizer}': {str(error).splitlines()[0]}") from error
+
+
+def _highlighted(example, tokenizer, *, marks: bool):
+    """Rich text of an example; with `marks`, supervised runs also stand between ⟦ and ⟧ (for pipes and files)."""
+    from itertools import groupby
+
+    from rich.text import Text
+
+    text = Text()
+    pairs = zip(example.tokens_T.tolist(), example.loss_mask_T.tolist(), strict=True)
+    for supervised, run in groupby(pairs, key=lambda pair: pair[1]):
+        piece = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        if supervised:
+            text.append(f"⟦{piece}⟧" if marks else piece, style="bold black on green")
+        else:
+            text.append(piece, style="dim")
+    return text
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="show")
+def main(config: DictConfig) -> None:
+    from drafters.errors import DraftersError
+
+    try:
+        show(config)
+    except DraftersError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+# The settings of one data source, as conf/source/*.yaml spells them.
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafters.errors import ConfigError
+
+__all__ = ["SourceConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Where conversations come from, and which of them to take.
+
+    `path` is a file (.jsonl, .json, either with .gz; .parquet; .arrow) or a list of files; `hub_id` a data set of the
+    Hugging Face hub, with `subset` and `revision`. `split` is the hub's split ("train" when not given); of a file it
+    keeps the rows whose `split` column has this value. `columns` renames: {what is expected: the column's name};
+    expected are messages, conversations, prompt, response, turns, system, id, split, finish_reason(s), and source,
+    which then gives every row its own source name. `limit` counts conversations of each file after the filters. With
+    a `seed` rows are shuffled first (within a buffer when streaming). A turn is a user message.
+    """
+
+    name: str | None = None  # default: the file's stem, or the last part of hub_id
+    path: Any = None
+    hub_id: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    streaming: bool = False
+    seed: int | None = None
+    limit: int | None = None
+    min_turns: int = 1
+    max_turns: int | None = None
+    max_characters: int | None = None
+    equals: dict[str, Any] = field(default_factory=dict)  # column -> value, or list of values, to keep
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.hub_id is None):
+            raise ConfigError(
+                f"source.path: got path={self.path!r} and hub_id={self.hub_id!r}; set one of them, and only one"
+            )
+        if self.path is not None and not self.paths:
+            raise ConfigError(f"source.path: got {self.path!r}; accepted: a file name, or a list of file names")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"source.limit: got {self.limit}; accepted: 1 or more, or null for all")
+        if self.max_turns is not None and self.max_turns < self.min_turns:
+            raise ConfigError(
+                f"source.max_turns: got {self.max_turns}, below min_turns={self.min_turns}; no conversation fits"
+            )
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files of `path`; empty when they are not given as text."""
+        files = self.path if isinstance(self.path, list | tuple) else [self.path]
+        return tuple(Path(f) for f in files) if all(isinstance(f, str | Path) and f for f in files) else ()

@@ -1,0 +1,138 @@
+# From a SourceConfig to conversations: read, shuffle, convert, filter, split. Everything is lazy up to the split.
+
+import hashlib
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from data.sources.config import SourceConfig
+from data.sources.read import Row, check_file, file_rows, hub_rows, numbered
+from data.sources.shapes import SkipRow, find_shape, rename, to_conversation
+from drafters.errors import ConfigError, DataError
+from drafters.types import Conversation
+
+__all__ = ["load_conversations", "load_splits", "prompts", "split_conversations"]
+
+_VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
+_TRAIN_SPLITS = ("train", "training")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file, or one hub data set."""
+
+    where: str
+    source: str
+    rows: Iterable[Row]
+
+
+def load_conversations(config: SourceConfig) -> Iterator[Conversation]:
+    """The conversations of a source, file after file.
+
+    Raises DataError at once for files that cannot be sources, and later for damaged files, rows without a shape that
+    is known, unknown roles, and files of which nothing is left. Warns of rows that were skipped.
+    """
+    return (conversation for conversation, _ in _load(config))
+
+
+def load_splits(config: SourceConfig, *, validation: float, seed: int) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, validation) conversations, by the rows' own `split` column where they have one.
+
+    Rows of other splits than training and validation ("test") are left out. Without validation rows of its own a
+    source is split at random by conversation, a share of `validation`.
+    """
+    pairs = list(_load(config))
+    train = [c for c, split in pairs if split is None or split in _TRAIN_SPLITS]
+    held_out = [c for c, split in pairs if split in _VALIDATION_SPLITS]
+    if not train:
+        found = ", ".join(sorted({str(split) for _, split in pairs}))
+        raise DataError(f"source: no training conversations; the `split` column holds: {found}")
+    return (train, held_out) if held_out else split_conversations(train, validation=validation, seed=seed)
+
+
+def split_conversations(
+    conversations: Iterable[Conversation], *, validation: float, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, validation): those `validation` (a share) whose hash of seed and id is smallest are held out.
+
+    So it does not depend on the order, and a conversation mostly stays on its side when others are added.
+    """
+    if not 0 <= validation < 1:
+        raise ConfigError(f"validation: got {validation}; accepted: a share from 0 to below 1")
+    everything = list(conversations)
+    count = math.ceil(validation * len(everything))
+    if count and count == len(everything):
+        raise DataError(
+            f"source: {len(everything)} conversation(s) cannot be split into training and validation; give more, or "
+            "set validation to 0"
+        )
+    keys = [hashlib.sha256(f"{seed}/{c.source}/{c.id}".encode()).digest() for c in everything]
+    held_out = set(sorted(range(len(everything)), key=keys.__getitem__)[:count])
+    train = [c for i, c in enumerate(everything) if i not in held_out]
+    return train, [everything[i] for i in sorted(held_out)]
+
+
+def prompts(conversations: Iterable[Conversation]) -> list[tuple[str, tuple[str, ...]]]:
+    """(source name, user turns) of each conversation that has a user turn, for evaluation."""
+    found = [(c.source, tuple(m.content for m in c.messages if m.role == "user")) for c in conversations]
+    found = [(source, turns) for source, turns in found if turns]
+    if not found:
+        raise DataError("source: no user message in any conversation, so nothing to answer")
+    return found
+
+
+def _load(config: SourceConfig) -> Iterator[tuple[Conversation, str | None]]:
+    """Conversations with the value of their `split` column."""
+    if config.hub_id is not None:
+        name = config.name or config.hub_id.split("/")[-1]
+        parts = [_Part(f"hub data set '{config.hub_id}'", name, hub_rows(config))]
+    else:
+        for path in config.paths:
+            check_file(path)
+        single = config.name if len(config.paths) == 1 else None
+        parts = [_Part(f"'{path}'", single or path.name.split(".")[0], file_rows(path)) for path in config.paths]
+    return (pair for part in parts for pair in _load_part(part, config))
+
+
+def _load_part(part: _Part, config: SourceConfig) -> Iterator[tuple[Conversation, str | None]]:
+    left_out: Counter[str] = Counter()
+    num_kept = 0
+    for number, raw in numbered(part.rows, seed=config.seed, streaming=config.streaming):
+        row = rename(raw, config.columns, where=part.where)
+        where = f"{part.where} row {number}"
+        try:
+            shape = find_shape(row, where=part.where)
+            source = str(row["source"]) if "source" in config.columns else part.source
+            conversation = to_conversation(row, shape=shape, number=number, source=source, where=where)
+        except SkipRow as reason:
+            left_out[str(reason)] += 1
+            continue
+        if not _wanted(conversation, row, config=config, where=part.where):
+            left_out["filtered"] += 1
+            continue
+        num_kept += 1
+        yield conversation, row.get("split")
+        if num_kept == config.limit:
+            break
+    counts = ", ".join(f"{count} rows: {reason}" for reason, count in left_out.items())
+    if not num_kept:
+        raise DataError(f"source: no conversations in {part.where}; {counts or 'it has no rows'}")
+    if set(left_out) - {"filtered"}:
+        warnings.warn(f"{part.where}: left out {counts}", stacklevel=2)
+
+
+def _wanted(conversation: Conversation, row: Row, *, config: SourceConfig, where: str) -> bool:
+    wanted = dict(config.equals)
+    if config.split is not None and config.hub_id is None:
+        wanted["split"] = config.split
+    for column, values in wanted.items():
+        if column not in row:
+            raise DataError(f"source: {where} has no column '{column}' to select by; its columns: {', '.join(row)}")
+        if row[column] not in (values if isinstance(values, list) else [values]):
+            return False
+    turns = sum(message.role == "user" for message in conversation.messages)
+    length = sum(len(message.content) for message in conversation.messages)
+    fits = config.max_turns is None or turns <= config.max_turns
+    return turns >= config.min_turns and fits and (config.max_characters is None or length <= config.max_characters)

@@ -1,0 +1,122 @@
+# The shapes that rows come in, turned into conversations. A shape is recognised by its columns.
+
+from collections.abc import Mapping
+from typing import Any
+
+from data.sources.read import Row
+from drafters.errors import DataError
+from drafters.types import Conversation, Message
+
+__all__ = ["SkipRow", "find_shape", "rename", "to_conversation"]
+
+# In this order: a row with several of them is read by the first.
+_SHAPES = {
+    "messages": "messages: [{role, content}, ...]",
+    "conversations": "conversations: [{from, value}, ...] (ShareGPT)",
+    "turns": "turns: [user text, ...] (prompts without answers)",
+    "prompt": "prompt and response: text",
+}
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+class SkipRow(Exception):
+    """A well-formed row that cannot become a conversation here; the text is the reason that is counted."""
+
+
+def rename(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
+    """The row with `columns` ({expected: column's name}) renamed. Raises DataError on a column that is not there."""
+    for expected, column in columns.items():
+        if column not in row:
+            raise DataError(f"source.columns.{expected}: {where} has no column '{column}'; its columns: {_names(row)}")
+    return {**row, **{expected: row[column] for expected, column in columns.items()}}
+
+
+def find_shape(row: Row, *, where: str) -> str:
+    """The column that holds the conversation. Raises DataError that lists the columns found and the shapes accepted."""
+    for shape in _SHAPES:
+        if shape in row:
+            return shape
+    raise DataError(
+        f"source: no messages in {where}: its columns are {_names(row)}; accepted: {'; or '.join(_SHAPES.values())}. "
+        "Other names can be mapped: source.columns={prompt: question, response: answer}"
+    )
+
+
+def to_conversation(row: Row, *, shape: str, number: int, source: str, where: str) -> Conversation:
+    """The conversation of a row. Raises SkipRow, and DataError for an unknown role or a value of the wrong type."""
+    if shape == "prompt":
+        messages = [_message("user", row["prompt"], where=where)]
+        if row.get("response") is not None:
+            messages.append(_message("assistant", row["response"], where=where))
+    elif shape == "turns":
+        messages = [_message("user", text, where=where) for text in _list(row, shape, where=where)]
+    else:
+        messages = [_from_mapping(item, where=where) for item in _list(row, shape, where=where)]
+    if row.get("system") and not any(message.role == "system" for message in messages):
+        messages.insert(0, _message("system", row["system"], where=where))
+    messages = _with_finish_reasons(messages, row, where=where)
+    name = row["id"] if row.get("id") is not None else f"{source}:{number}"
+    return Conversation(id=str(name), messages=tuple(messages), source=source)
+
+
+def _list(row: Row, column: str, *, where: str) -> list[Any]:
+    value = row[column]
+    if not value:
+        raise SkipRow("no messages")
+    if not isinstance(value, list):
+        raise DataError(f"{where}: `{column}` should be a list, got {type(value).__name__}")
+    return value
+
+
+def _from_mapping(item: Any, *, where: str) -> Message:
+    """A message from {role, content} or {from, value}, with an optional finish_reason."""
+    if not isinstance(item, Mapping):
+        raise DataError(f"{where}: a message should be an object with role and content, got {type(item).__name__}")
+    if item.get("tool_calls"):
+        raise SkipRow("structured tool calls (only text can be read)")
+    role = item.get("role") or item.get("from")
+    content = item.get("content") if item.get("content") is not None else item.get("value")
+    if str(role) not in _ROLES:
+        raise DataError(f"{where}: unknown role {role!r}; accepted: {', '.join(_ROLES)}")
+    return _message(_ROLES[str(role)], content, where=where, finish_reason=item.get("finish_reason"))
+
+
+def _message(role: str, content: Any, *, where: str, finish_reason: str | None = None) -> Message:
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        if any(part.get("type") != "text" for part in content):
+            raise SkipRow("content that is not text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{where}: the {role} message should be text, got {type(content).__name__}")
+    return Message(role=role, content=content, finish_reason=finish_reason)
+
+
+def _with_finish_reasons(messages: list[Message], row: Row, *, where: str) -> list[Message]:
+    """`finish_reasons` has one entry per answer; `finish_reason` is the last answer's."""
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    reasons = dict(zip(answers[-1:], [row.get("finish_reason")], strict=False))
+    if row.get("finish_reasons") is not None:
+        if len(row["finish_reasons"]) != len(answers):
+            raise DataError(f"{where}: {len(row['finish_reasons'])} finish_reasons for {len(answers)} answers")
+        reasons = dict(zip(answers, row["finish_reasons"], strict=True))
+    return [
+        Message(role=m.role, content=m.content, finish_reason=reasons.get(i) or m.finish_reason)
+        for i, m in enumerate(messages)
+    ]
+
+
+def _names(row: Row) -> str:
+    return ", ".join(sorted(map(str, row))) or "none"

@@ -1,0 +1,203 @@
+# The one artefact that training hands on: a folder `drafter/` = config.json + model.safetensors. Never pickle. The
+# folder appears whole or not at all, and loading it checks bytes, names, shapes and the target it was trained for.
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import drafters
+from drafters.config import locate, typed
+from drafters.errors import CheckpointError, ConfigError
+from drafters.heads.base import Drafter
+from drafters.spec import TargetSpec
+
+__all__ = ["load_drafter", "read_config", "replace_path", "save_drafter"]
+
+SCHEMA = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What must agree even where another target is allowed: the drafter's own sizes follow from these.
+SIZES = ("hidden_size", "num_layers", "vocab_size", "embed_scale", "logit_scale", "logit_softcap")
+
+
+def save_drafter(
+    drafter: Drafter, folder: Path | str, *, spec: TargetSpec, provenance: Mapping[str, Any] | None = None
+) -> Path:
+    """Writes `drafter` (its state dict, buffers such as `d2t` included) to `folder`, replacing it atomically.
+
+    `spec` is the target's; `provenance` any JSON-able facts about the run. Raises CheckpointError when it cannot be
+    written; what was there before stays.
+    """
+    folder = Path(folder)
+    temp = _beside(folder, "tmp")
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in drafter.state_dict().items()}
+    try:
+        shutil.rmtree(temp, ignore_errors=True)
+        temp.mkdir(parents=True)
+        save_file(tensors, temp / WEIGHTS, metadata={"format": "pt"})
+        config = {
+            "schema": SCHEMA,
+            "drafters_version": drafters.__version__,
+            "drafter": {"_target_": f"{type(drafter).__module__}.{type(drafter).__qualname__}", **asdict(drafter.config)},
+            "target": spec.to_dict(),
+            "draft_vocab_size": tensors["d2t"].numel() if "d2t" in tensors else None,
+            "weights": {"file": WEIGHTS, "sha256": _sha256(temp / WEIGHTS)},
+            "provenance": dict(provenance or {}),
+        }
+        (temp / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        replace_path(temp, folder)
+    except OSError as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise write_error(folder, error) from error
+    return folder
+
+
+def load_drafter(
+    folder: Path | str, *, spec: TargetSpec | None = None, allow_other_target: bool = False
+) -> Drafter:
+    """The drafter of a folder, float32 on the CPU.
+
+    `spec` is the target it shall draft for; None trusts the stored one (export). Raises CheckpointError when a file is
+    missing or damaged, the class is unknown, a tensor is missing, unexpected or of another shape, or the target is not
+    the one it was trained for. `allow_other_target` accepts other weights (a fine-tune) of the same sizes.
+    """
+    folder = _present(Path(folder))
+    config = read_config(folder)
+    stored = TargetSpec.from_dict(config["target"])
+    if spec is not None:
+        _check_target(folder, stored, spec, allow_other_target)
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        raise CheckpointError(f"{folder}: no {WEIGHTS}; give the `drafter` folder of a run")
+    digest = _sha256(weights)
+    if digest != config["weights"]["sha256"]:
+        raise CheckpointError(
+            f"{weights}: sha256 is {digest}, {CONFIG} says {config['weights']['sha256']}; "
+            "the file is damaged or from another run: copy the folder again"
+        )
+    tensors = load_file(weights)
+    drafter = _construct(folder, config["drafter"], spec or stored, tensors)
+    try:
+        drafter.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{weights}: does not fit {type(drafter).__name__}: {error}") from error
+    return drafter.eval()
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """The parsed config.json of a `drafter` folder. Raises CheckpointError when it is missing, malformed or of a
+    schema that this version does not read."""
+    path = _present(Path(folder)) / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; give the `drafter` folder of a run") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); the file is damaged") from error
+    schema = config.get("schema") if isinstance(config, dict) else None
+    if schema != SCHEMA:
+        raise CheckpointError(f"{path}: schema is {schema!r}; this version reads {SCHEMA}")
+    missing = [key for key in ("drafter", "target", "weights") if not isinstance(config.get(key), dict)]
+    if missing:
+        raise CheckpointError(f"{path}: no '{missing[0]}' section; the file is damaged")
+    return config
+
+
+def replace_path(temp: Path, final: Path) -> None:
+    """Moves a finished file or folder onto `final` so that a crash leaves the old or the new one, on disk.
+
+    Files are replaced in one step. A folder needs two: between them only `<final>.old` is there, which readers here
+    fall back to.
+    """
+    for path in [temp, *temp.rglob("*")]:
+        _fsync(path)
+    if final.is_dir():
+        old = _beside(final, "old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        temp.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temp.replace(final)
+        shutil.rmtree(_beside(final, "old"), ignore_errors=True)
+    _fsync(final.parent)
+
+
+def write_error(path: Path, error: OSError) -> CheckpointError:
+    """What a user reads when `path` could not be written."""
+    reason = "no space left on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
+    return CheckpointError(f"{path}: cannot be written: {reason}; what was saved there before is unchanged")
+
+
+def _construct(folder: Path, node: dict[str, Any], spec: TargetSpec, tensors: Mapping[str, torch.Tensor]) -> Drafter:
+    key = f"{folder / CONFIG}: drafter"
+    try:
+        cls = locate(str(node.get("_target_", "")), key=f"{key}._target_")
+        if not (isinstance(cls, type) and issubclass(cls, Drafter)):
+            raise CheckpointError(f"{key}._target_: '{node['_target_']}' is not a Drafter class")
+        return cls.from_tensors(typed(cls.Config, node, key=key), spec, tensors)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _check_target(folder: Path, stored: TargetSpec, spec: TargetSpec, allow_other: bool) -> None:
+    mine, given = stored.to_dict(), spec.to_dict()
+    for name in SIZES:
+        if mine[name] != given[name]:
+            raise CheckpointError(
+                f"{folder}: trained for a target with {name} = {mine[name]} ({_named(stored)}), "
+                f"but this target has {given[name]} ({_named(spec)}); use the target it was trained for"
+            )
+    if stored.weights_hash != spec.weights_hash and not allow_other:
+        raise CheckpointError(
+            f"{folder}: trained for target {_named(stored)}, but this target is {_named(spec)}; use the one it was trained "
+            "for, or allow_other_target=true for a fine-tune of it"
+        )
+    if stored.template_hash != spec.template_hash:
+        warnings.warn(
+            f"{folder}: trained with chat template {stored.template_hash[:12]}, this target uses "
+            f"{spec.template_hash[:12]}; fewer drafts may be accepted",
+            stacklevel=3,
+        )
+
+
+def _named(spec: TargetSpec) -> str:
+    return f"'{spec.name}', weights {spec.weights_hash[:12]}"
+
+
+def _present(folder: Path) -> Path:
+    """`folder`, or what a crash in the middle of its replacement left of it."""
+    old = _beside(folder, "old")
+    if not folder.exists() and old.is_dir():
+        return old
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give the `drafter` folder of a run")
+    return folder
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(PermissionError):  # some network disks do not sync folders
+            os.fsync(handle)
+    finally:
+        os.close(handle)

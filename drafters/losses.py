@@ -1,0 +1,298 @@
+# Distillation losses of draft logits against a frozen target, from hidden states: vocabulary-wide tensors exist for
+# one chunk of rows at a time, and the gradients are taken inside that chunk. This loop decides how many positions a
+# second a drafter trains on; what looks odd here saves a pass over [chunk, V'].
+#
+# With p_d over the draft vocabulary V' and the target's true p_t, of mass m inside V' and q = p_t / m there:
+#   accept = sum_V' min(p_d, p_t)      l1 = |p_d - p_t|_1 = 2 (1 - accept)      lk = -log accept
+#   ce = -log p_d(label)               kl = sum_V' q log(q / p_d)
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.vocab import DraftVocab
+from drafters.vocab_products import Chunk, VocabProducts
+
+if TYPE_CHECKING:
+    from drafters.target import TargetHead
+
+__all__ = ["DistillInput", "DistillOutput", "LossWeights", "distill", "position_weights"]
+
+# Elements of one float scratch tensor: four of them stay in the last-level cache.
+SCRATCH_ELEMENTS = 2**19
+# Below this an acceptance or a mass counts as this much, so that logarithms and quotients stay finite.
+TINY = 1e-20
+TERMS = ("ce", "l1", "kl", "lk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeights:
+    """Weights of the terms; a term of weight 0 is not computed. `gamma` None means equal position weights.
+
+    `chunk` is the number of rows whose vocabulary-wide products are alive at once.
+    """
+
+    ce: float = 0.0
+    l1: float = 1.0
+    kl: float = 0.3
+    lk: float = 0.0
+    confidence: float = 1.0
+    gamma: float | None = 4.0
+    chunk: int = 256
+
+    def __post_init__(self) -> None:
+        for name in (*TERMS, "confidence"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}; accepted: 0 (off) or more")
+        if self.ce + self.l1 + self.kl + self.lk == 0:
+            raise ValueError("ce, l1, kl, lk: all 0; at least one of them trains the draft logits")
+        if self.chunk < 1 or (self.gamma is not None and self.gamma <= 0):
+            raise ValueError(f"chunk: got {self.chunk}, gamma: got {self.gamma}; both must be positive")
+
+
+def position_weights(num_positions: int, gamma: float | None) -> Tensor:
+    """w_k = exp(-(k - 1) / gamma) for k = 1..G, float32 [G]; ones when gamma is None."""
+    steps_G = torch.arange(num_positions, dtype=torch.float32)
+    return torch.ones(num_positions) if gamma is None else torch.exp(-steps_G / gamma)
+
+
+@dataclass(kw_only=True)
+class DistillInput:
+    """N draft rows and the target states they are compared with.
+
+    `hidden_ND` after the drafter's final norm; `bias_NR` times `bias_weight_VR` (W_2) is added to the logits;
+    `target_MD` are target states after the final norm and `target_rows_N` says which belongs to row n (rows share
+    them: neighbours with equal rows cost one target product). `lse_M` is the target's log-sum-exp over its whole
+    vocabulary; without it a reduced vocabulary needs the full product. `labels_N` are token ids; `weights_N` scale
+    each row. `vocab` None means the whole vocabulary.
+    """
+
+    hidden_ND: Tensor
+    target_MD: Tensor
+    target_rows_N: Tensor
+    labels_N: Tensor
+    weights_N: Tensor
+    lse_M: Tensor | None = None
+    bias_NR: Tensor | None = None
+    bias_weight_VR: Tensor | None = None
+    vocab: DraftVocab | None = None
+
+
+@dataclass(kw_only=True)
+class DistillOutput:
+    """`total` carries the gradient; `terms` are detached sums over rows, times row weights but not term weights.
+
+    `accept_N` = 1 - TV against the true p_t, and `agree_N` (with metrics only) whether the draft's argmax is the
+    target's argmax over its whole vocabulary; None where not computed.
+    """
+
+    total: Tensor
+    terms: dict[str, Tensor]
+    accept_N: Tensor | None
+    agree_N: Tensor | None
+
+
+def distill(
+    inputs: DistillInput,
+    head: "TargetHead",
+    weights: LossWeights,
+    *,
+    want_accept: bool = False,
+    want_metrics: bool = False,
+) -> DistillOutput:
+    """Weighted sum over rows of the loss terms. Differentiable in `hidden_ND`, `bias_NR` and `bias_weight_VR`.
+
+    Products run in the dtype of `hidden_ND`; softmax and sums in float32 (float64 for float64 input).
+    Sources: LK 2602.23881; l1 and the acceptance label 2607.05147.
+    """
+    given = (inputs.hidden_ND, inputs.bias_NR, inputs.bias_weight_VR)
+    want_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    with torch.no_grad():
+        work = _Pass(inputs, head, weights, _Wants(want_grad, want_accept or want_metrics, want_metrics))
+    total = _Distill.apply(*given, work)
+    return DistillOutput(total=total, terms=work.terms, accept_N=work.accept_N, agree_N=work.agree_N)
+
+
+class _Distill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        work: _Pass = given[-1]
+        total = work.run()
+        ctx.save_for_backward(*work.grads)
+        work.grads = []
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
+        scale = outputs[0]
+        return (*(None if g is None else g * scale.to(g.dtype) for g in ctx.saved_tensors), None)
+
+
+class _Wants(NamedTuple):
+    grad: bool
+    accept: bool
+    metrics: bool
+
+
+class _Target(NamedTuple):
+    """The target's side of a chunk: row u is a distinct target state, `inverse_N` says which one row n has.
+
+    q over V', the mass m (None = 1), sum q log q (with kl), and the argmax over the whole vocabulary (with metrics).
+    """
+
+    q_UV: Tensor
+    mass_U: Tensor | None
+    negentropy_U: Tensor
+    argmax_U: Tensor | None
+    inverse_N: Tensor
+
+
+class _Pass:
+    """One pass over the rows: sums, per-row results, and gradients, chunk by chunk."""
+
+    def __init__(self, inputs: DistillInput, head: "TargetHead", weights: LossWeights, wants: _Wants) -> None:
+        self.inputs, self.head, self.weights = inputs, head, weights
+        self.wants = wants._replace(accept=wants.accept or weights.l1 > 0 or weights.lk > 0)
+        self.hidden_ND, self.bias_NR = inputs.hidden_ND, inputs.bias_NR
+        self.dtype = torch.float64 if self.hidden_ND.dtype == torch.float64 else torch.float32
+        self.support_V = None if inputs.vocab is None else inputs.vocab.ids_V
+        self.labels_N = inputs.labels_N if inputs.vocab is None else inputs.vocab.to_draft(inputs.labels_N)
+        self.weights_N = inputs.weights_N.to(self.dtype)
+        self.products = self._products(self.support_V, inputs.bias_weight_VR)
+        num_rows, num_vocab = len(self.hidden_ND), len(self.products.weight_VK)
+        new = self.weights_N.new_empty
+        self.num_scratch = max(1, min(weights.chunk, num_rows, SCRATCH_ELEMENTS // num_vocab))
+        self.scratch = [new(self.num_scratch, num_vocab) for _ in range(4)]
+        self.q_UV = new(min(weights.chunk, num_rows), num_vocab)
+        self.terms = {name: new(()).zero_() for name in TERMS if getattr(weights, name) > 0}
+        self.accept_N = new(num_rows) if self.wants.accept else None
+        self.agree_N = torch.zeros_like(self.labels_N, dtype=torch.bool) if wants.metrics else None
+        given = (inputs.hidden_ND, inputs.bias_NR, inputs.bias_weight_VR)
+        self.grads = [None if t is None or not wants.grad else torch.zeros_like(t) for t in given]
+
+    def run(self) -> Tensor:
+        """The loss; fills `terms`, `accept_N`, `agree_N` and `grads`."""
+        for first in range(0, len(self.hidden_ND), self.weights.chunk):
+            self._chunk(slice(first, min(first + self.weights.chunk, len(self.hidden_ND))))
+        total = self.weights_N.new_zeros(())
+        for name, term in self.terms.items():
+            total += getattr(self.weights, name) * term
+        return total
+
+    def _products(self, support_V: Tensor | None, bias_weight_VR: Tensor | None) -> VocabProducts:
+        return VocabProducts(self.head, support_V=support_V, bias_weight_VR=bias_weight_VR, dtype=self.hidden_ND.dtype)
+
+    def _chunk(self, rows: slice) -> None:
+        target_rows_N, lse_M = self.inputs.target_rows_N[rows], self.inputs.lse_M
+        target = self._target(target_rows_N)
+        bias_NR = None if self.bias_NR is None else self.bias_NR[rows]
+        # Any offset leaves the softmax as it is; the target's log-sum-exp brings the logits near zero.
+        offset_N = None if lse_M is None else lse_M[target_rows_N].to(self.dtype)
+        chunk = self.products.multiply(self.hidden_ND[rows], bias_NR=bias_NR, offset_N=offset_N)
+        num_rows = rows.stop - rows.start
+        for start in range(0, num_rows, self.num_scratch):
+            self._part(chunk, target, slice(start, min(start + self.num_scratch, num_rows)), first=rows.start)
+        if not self.wants.grad:
+            return
+        gradients = self.products.backward(chunk, bias_NR)
+        for whole, gradient, at in zip(self.grads, gradients, (rows, rows, slice(None)), strict=True):
+            if whole is not None and gradient is not None:
+                whole[at] += gradient
+
+    def _target(self, target_rows_N: Tensor) -> _Target:
+        rows_U, inverse_N = torch.unique(target_rows_N, return_inverse=True)
+        states_UD = self.inputs.target_MD[rows_U].to(self.hidden_ND.dtype)
+        lse_U = None if self.inputs.lse_M is None else self.inputs.lse_M[rows_U].to(self.dtype)
+        argmax_U, reduced = None, self.support_V is not None
+        if self.wants.metrics or (self.wants.accept and reduced and lse_U is None):
+            argmax_U, lse_U = self._whole_vocabulary(states_UD)
+        chunk = self.products.multiply(states_UD, offset_N=lse_U)
+        inside_U = self.weights_N.new_empty(len(rows_U))
+        negentropy_U = torch.zeros_like(inside_U)
+        for start in range(0, len(rows_U), self.num_scratch):
+            part = slice(start, min(start + self.num_scratch, len(rows_U)))
+            logits, work = (scratch[: part.stop - start] for scratch in self.scratch[:2])
+            self.products.read(chunk, part, logits)
+            q = torch.softmax(logits, -1, out=self.q_UV[part])
+            # log-sum-exp over V', minus the offset: the softmax kernel does not return it, its largest entry tells.
+            inside_U[part] = logits.amax(-1) - q.amax(-1).log_()
+            if "kl" in self.terms:
+                negentropy_U[part] = torch.mul(q, logits, out=work).sum(-1) - inside_U[part]
+        mass_U = inside_U.exp_().clamp_(TINY, 1.0) if reduced and lse_U is not None else None
+        return _Target(self.q_UV, mass_U, negentropy_U, argmax_U, inverse_N)
+
+    def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
+        """Argmax and log-sum-exp [U] over the target's whole vocabulary."""
+        products = self._products(None, None)
+        num_rows = max(1, SCRATCH_ELEMENTS // len(products.weight_VK))
+        found = []
+        for states in states_UD.split(num_rows):
+            logits = self.weights_N.new_empty(len(states), len(products.weight_VK))
+            products.read(products.multiply(states), slice(None), logits)
+            found.append((logits.argmax(-1), logits.logsumexp(-1)))
+        argmax, lse = zip(*found, strict=True)
+        return torch.cat(argmax), torch.cat(lse)
+
+    def _part(self, chunk: Chunk, target: _Target, part: slice, *, first: int) -> None:
+        """Terms of a few rows, and the gradients of their logits, in float scratch that stays in the cache."""
+        at = slice(first + part.start, first + part.stop)
+        logits, p, q, work = (scratch[: part.stop - part.start] for scratch in self.scratch)
+        shared_N = target.inverse_N[part]
+        w, weights = self.weights_N[at], self.weights
+        torch.index_select(target.q_UV, 0, shared_N, out=q)
+        self.products.read(chunk, part, logits)
+        torch.softmax(logits, -1, out=p)
+        lse = logits.amax(-1) - p.amax(-1).log_()
+        labels = self.labels_N[at, None].clamp(min=0)
+        counted = w * (self.labels_N[at] >= 0)
+        on_p, on_pt = torch.zeros_like(w), torch.zeros_like(w)
+        if "ce" in self.terms:
+            self.terms["ce"] += (counted * (lse - logits.gather(1, labels)[:, 0])).sum()
+            on_p += weights.ce * counted
+        if "kl" in self.terms:
+            cross = lse - torch.mul(q, logits, out=work).sum(-1)
+            self.terms["kl"] += (w * (target.negentropy_U[shared_N] + cross)).sum()
+            on_p += weights.kl * w
+            on_pt -= weights.kl * w
+        if target.mass_U is not None:
+            mass = target.mass_U[shared_N]
+            q.mul_(mass[:, None])
+            on_pt /= mass
+        pt, on_below = q, None
+        if self.accept_N is not None:
+            accept = torch.minimum(p, pt, out=work).sum(-1)
+            self.accept_N[at] = accept
+            on_below = self._acceptance_terms(accept, w)
+        if self.agree_N is not None and target.argmax_U is not None:
+            best = p.argmax(-1) if self.support_V is None else self.support_V[p.argmax(-1)]
+            self.agree_N[at] = best == target.argmax_U[shared_N]
+        if not self.wants.grad:
+            return
+        if on_below is not None:
+            # d accept / d z = p (1[p < pt] - sum p 1[p < pt])
+            torch.lt(p, pt, out=work)
+            work.mul_(p)
+            on_p -= on_below * work.sum(-1)
+            work.mul_(on_below[:, None]).addcmul_(p, on_p[:, None])
+        else:
+            torch.mul(p, on_p[:, None], out=work)
+        if "kl" in self.terms:
+            work.addcmul_(pt, on_pt[:, None])
+        if "ce" in self.terms:
+            work.scatter_add_(1, labels, -weights.ce * counted[:, None])
+        self.products.write(chunk, part, work)
+
+    def _acceptance_terms(self, accept: Tensor, w: Tensor) -> Tensor | None:
+        """Adds l1 and lk; returns their derivative with respect to `accept`, None when both are off."""
+        derivative = None
+        if "l1" in self.terms:
+            self.terms["l1"] += (w * (1.0 - accept)).sum() * 2.0
+            derivative = -2.0 * self.weights.l1 * w
+        if "lk" in self.terms:
+            safe = accept.clamp(min=TINY)
+            self.terms["lk"] -= (w * safe.log()).sum()
+            lk = -self.weights.lk * w / safe
+            derivative = lk if derivative is None else derivative + lk
+        return derivative

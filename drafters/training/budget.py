@@ -1,0 +1,116 @@
+# How long a run lasts. A Stopwatch counts seconds of training proper; StepBudget turns minutes into steps once, from
+# measured speed, so that the learning-rate schedule knows its end and a resumed run ends where it would have.
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, Trainer
+
+from drafters.training.optim import MEASURED_STEPS, SKIPPED_STEPS
+
+if TYPE_CHECKING:
+    from drafters.training.module import DistillModule
+
+__all__ = ["StepBudget", "Stopwatch"]
+
+logger = logging.getLogger(__name__)
+
+
+class Stopwatch:
+    """Counts seconds between `start` and `stop`; both may be repeated."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds counted so far, the running stretch included."""
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def reset(self, seconds: float) -> None:
+        """Stops, and goes on from `seconds`."""
+        self._seconds, self._since = seconds, None
+
+    def start(self) -> None:
+        """Counts from now on."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stops counting."""
+        self.reset(self.seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count inside; afterwards it runs or stands as it did before."""
+        was_running = self._since is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if was_running:
+                self.start()
+
+
+class StepBudget(Callback):
+    """Ends the run at `module.total_steps`, after a last validation; finds that number when a time budget is given.
+
+    The speed is measured once, over MEASURED_STEPS steps after SKIPPED_STEPS; the total lies in the checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._first_step = 0
+        self._mark: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: "DistillModule", stage: str) -> None:
+        if stage == "fit":
+            _limit(trainer, pl_module.total_steps)
+
+    def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._first_step, self._mark = trainer.global_step, None
+        total, warmup = pl_module.total_steps, pl_module.optim.warmup_steps
+        _limit(trainer, total)
+        if total is not None and warmup >= total:
+            warnings.warn(
+                f"optim.warmup_steps: {warmup} warm-up steps in a run of {total}; the learning rate never reaches its peak",
+                stacklevel=2,
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.total_steps is None:
+            self._measure(trainer, pl_module)
+        if pl_module.total_steps is not None and trainer.global_step >= pl_module.total_steps:
+            trainer.should_stop = True  # makes Lightning validate once more before it leaves
+
+    def _measure(self, trainer: Trainer, module: "DistillModule") -> None:
+        done = trainer.global_step - self._first_step
+        if self._mark is None and done >= SKIPPED_STEPS:
+            self._mark = module.clock.seconds
+        if self._mark is None or done < SKIPPED_STEPS + MEASURED_STEPS:
+            return
+        assert module.optim.minutes is not None
+        seconds_per_step = (module.clock.seconds - self._mark) / MEASURED_STEPS
+        left = module.optim.minutes * 60 - module.clock.seconds
+        total = trainer.global_step + max(0, round(left / seconds_per_step))
+        total = trainer.strategy.broadcast(total)
+        module.total_steps = total
+        _limit(trainer, total)
+        logger.info("%.3f s a step: %g minutes are %d steps", seconds_per_step, module.optim.minutes, total)
+        if total <= trainer.global_step:
+            warnings.warn(
+                f"optim.minutes: {module.optim.minutes:g} minutes were over after {total} steps, "
+                "spent on measuring the speed; give more time or use optim.max_steps",
+                stacklevel=2,
+            )
+
+
+def _limit(trainer: Trainer, total_steps: int | None) -> None:
+    # Trainer has no setter: a time budget becomes steps only after it was built.
+    trainer.fit_loop.epoch_loop.max_steps = -1 if total_steps is None else total_steps

@@ -1,0 +1,239 @@
+# What watches a run: real decoding beside the teacher-forced numbers, a table of what is trained, progress with an
+# estimate, and the proof that the target did not move. `build_callbacks` puts all of a run's callbacks together.
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from drafters.heads.base import Drafter
+from drafters.training.budget import StepBudget
+from drafters.training.optim import OptimConfig
+from drafters.training.saving import LastCheckpoint, SaveDrafter, averaged_weights
+
+if TYPE_CHECKING:
+    from drafters.target import TargetHead
+    from drafters.training.module import DistillModule
+
+__all__ = [
+    "AcceptanceProbe",
+    "CallbackConfig",
+    "ParameterTable",
+    "StepProgress",
+    "TargetUnchanged",
+    "build_callbacks",
+]
+
+logger = logging.getLogger(__name__)
+
+Probe = Callable[[Drafter], dict[str, float]]
+
+
+class AcceptanceProbe(Callback):
+    """Every `every_n_steps` steps, calls `probe(drafter)` (real decoding on a few held-out prompts, on the first rank,
+    with averaged weights if the run averages) and logs what it returns as `probe/<name>`.
+
+    Warns when its `accepted_length` is more than `tolerance` (relative) below the teacher-forced greedy one of the last
+    validation: a wide gap means that training sees what decoding does not (a leak, a mask, another template).
+    """
+
+    def __init__(self, probe: Probe, *, every_n_steps: int, tolerance: float = 0.35) -> None:
+        self.probe, self.every_n_steps, self.tolerance = probe, every_n_steps, tolerance
+        self.latest: dict[str, float] = {}
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self._step or step % self.every_n_steps:
+            return
+        self._step = step
+        with pl_module.clock.paused(), averaged_weights(trainer, pl_module):
+            if trainer.is_global_zero:
+                self._run(trainer, pl_module)
+            trainer.strategy.barrier()
+
+    def _run(self, trainer: Trainer, module: "DistillModule") -> None:
+        module.drafter.eval()
+        with torch.no_grad(), module.autocast():
+            self.latest = self.probe(module.drafter)
+        module.drafter.train()
+        for one in trainer.loggers:
+            one.log_metrics({f"probe/{name}": value for name, value in self.latest.items()}, step=trainer.global_step)
+        forced = trainer.callback_metrics.get("val/accepted_length_greedy")
+        real = self.latest.get("accepted_length")
+        if real is None or forced is None:
+            return
+        logger.info("step %d: accepted length %.2f decoded, %.2f teacher-forced", trainer.global_step, real, forced)
+        if real < (1 - self.tolerance) * float(forced):
+            warnings.warn(
+                f"step {trainer.global_step}: accepted length is {real:.2f} in real decoding but {float(forced):.2f} "
+                "teacher-forced; look for a leak, a wrong loss mask or another chat template",
+                stacklevel=2,
+            )
+
+
+class ParameterTable(Callback):
+    """Shows trainable and frozen parameters when a fit starts."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def on_fit_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        if not trainer.is_global_zero:
+            return
+        drafter = pl_module.drafter
+        table = Table(title=f"{type(drafter).__name__} on {pl_module.target_head.spec.name or 'the target'}")
+        for heading in ("module", "trainable", "frozen", "dtype"):
+            table.add_column(heading, justify="left" if heading == "module" else "right")
+        rows = [(name, list(child.parameters())) for name, child in drafter.named_children()]
+        rows.append(("(own)", list(drafter.parameters(recurse=False))))
+        rows.append(("drafter, all", list(drafter.parameters())))
+        for name, parameters in rows:
+            if parameters:
+                _add_row(table, name, parameters)
+        head = list(_head_tensors(pl_module.target_head).values())
+        table.add_row("target head", "0", f"{sum(t.numel() for t in head):,}", _dtypes(head))
+        self.console.print(table)
+
+
+class StepProgress(Callback):
+    """A bar over optimizer steps with rate, estimate, loss and the last validation's accepted length."""
+
+    def __init__(self, console: Console) -> None:
+        text = TextColumn("{task.fields[rate]} {task.fields[note]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+        self._bar = Progress(*columns, console=console)
+        self._task: TaskID | None = None
+        self._since = (0, 0.0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        if trainer.is_global_zero:
+            step = trainer.global_step
+            self._since = (step, pl_module.clock.seconds)
+            self._task = self._bar.add_task("training", total=pl_module.total_steps, completed=step, rate="", note="")
+            self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._task is None:
+            return
+        step, seconds = trainer.global_step - self._since[0], pl_module.clock.seconds - self._since[1]
+        known = (("loss", "train/loss"), ("accepted", "val/accepted_length"), ("greedy", "val/accepted_length_greedy"))
+        metrics = trainer.callback_metrics
+        note = " ".join(f"{short} {float(metrics[name]):.3f}" for short, name in known if name in metrics)
+        self._bar.update(
+            self._task,
+            completed=trainer.global_step,
+            total=pl_module.total_steps,
+            rate=f"{step / seconds:.2f} steps/s" if step and seconds else "",
+            note=note,
+        )
+
+    def on_validation_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._describe("validating")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._describe("training")
+
+    def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: "DistillModule", exception: BaseException) -> None:
+        self._stop()
+
+    def _describe(self, text: str) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, description=text)
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._bar.stop()
+            self._task = None
+
+
+class TargetUnchanged(Callback):
+    """Fails the run if training moved a bit of the target's embedding or output projection."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._before = _bit_sums(pl_module.target_head)
+
+    def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        changed = [name for name, bits in _bit_sums(pl_module.target_head).items() if bits != self._before[name]]
+        if changed:
+            raise RuntimeError(f"training changed the frozen target: {changed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackConfig:
+    """How often a run saves and probes, and which metric names its best weights. `probe_every_n_steps` None: never."""
+
+    monitor: str = "val/accepted_length"
+    save_every_n_steps: int = 500
+    save_every_minutes: float = 5.0
+    probe_every_n_steps: int | None = None
+
+
+def build_callbacks(
+    run: Path,
+    *,
+    optim: OptimConfig,
+    config: CallbackConfig,
+    console: Console,
+    probe: Probe | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> list[Callback]:
+    """All callbacks of a run in the folder `run`: `checkpoints/last.ckpt`, `drafter/`, budget, probe, table, bar."""
+    callbacks: list[Callback] = []
+    if optim.ema_decay is not None:
+        # Buffers are copied, not averaged: the mean of two token ids is another token.
+        callbacks.append(EMAWeightAveraging(decay=optim.ema_decay, use_buffers=False))
+    callbacks += [StepBudget(), TargetUnchanged(), ParameterTable(console), StepProgress(console)]
+    if probe is not None and config.probe_every_n_steps is not None:
+        callbacks.append(AcceptanceProbe(probe, every_n_steps=config.probe_every_n_steps))
+    callbacks.append(SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance))
+    last = {"every_n_steps": config.save_every_n_steps, "every_minutes": config.save_every_minutes}
+    callbacks.append(LastCheckpoint(run / "checkpoints", **last))
+    return callbacks
+
+
+def _add_row(table: Table, name: str, parameters: list[nn.Parameter]) -> None:
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for p in parameters) - trainable
+    table.add_row(name, f"{trainable:,}", f"{frozen:,}", _dtypes(parameters))
+
+
+def _dtypes(tensors: list[Any]) -> str:
+    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+def _head_tensors(head: "TargetHead") -> dict[str, Tensor]:
+    tensors = {"embedding": head.embedding_VD}
+    return tensors if head.lm_head_VD is head.embedding_VD else tensors | {"lm_head": head.lm_head_VD}
+
+
+def _bit_sums(head: "TargetHead") -> dict[str, int]:
+    """Sum of the bit patterns of each tensor: one pass on its own device, and any changed element moves it."""
+    views = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return {
+        name: int(tensor.detach().view(views[tensor.element_size()]).sum(dtype=torch.int64))
+        for name, tensor in _head_tensors(head).items()
+    }

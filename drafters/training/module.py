@@ -1,0 +1,203 @@
+# Distillation as a thin LightningModule: the drafter computes sums, this divides them by the global count. Everything
+# one optimizer step needs from all ranks (counts, losses, alarms, requests to stop or save) travels in one reduction.
+# The frozen target stands outside the module tree: nothing can save, wrap, train or copy it.
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from drafters.errors import CheckpointError, ConfigError, DataError
+from drafters.heads.base import Drafter
+from drafters.training.budget import Stopwatch
+from drafters.training.optim import OptimConfig, build_optimizer, schedule_factor
+from drafters.training.window import Window
+from drafters.types import Batch, Losses
+
+if TYPE_CHECKING:
+    from drafters.target import TargetHead
+
+__all__ = ["DistillModule"]
+
+STATE_KEY = "drafters"
+REQUESTS = ("stop", "save")
+
+
+class _Outside:
+    """Holds an object out of the module tree and out of deep copies (weight averaging copies the module)."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __deepcopy__(self, memo: dict) -> "_Outside":
+        return self
+
+
+class DistillModule(LightningModule):
+    """Trains `drafter` on batches of target states.
+
+    Gradients are those of (sum of losses) / (sum of counts), both over all ranks and accumulated batches, then clipped
+    by the Trainer. `requests` are this rank's wishes ("stop", "save"); after the next optimizer step `agreed` holds
+    what any rank wished, the same on all of them. `clock` counts training proper. `total_steps` is the run's length,
+    None until a time budget is measured.
+    """
+
+    def __init__(self, drafter: Drafter, target_head: "TargetHead", optim: OptimConfig) -> None:
+        super().__init__()
+        self.drafter = drafter.float()  # master weights; products run in `optim.precision`
+        if not any(p.requires_grad for p in drafter.parameters()):
+            raise ConfigError(f"drafter: {type(drafter).__name__} has no trainable parameter; there is nothing to train")
+        self.optim = optim
+        self.total_steps = optim.max_steps
+        self.positions = 0
+        self.clock = Stopwatch()
+        self.requests = dict.fromkeys(REQUESTS, False)
+        self.agreed = dict.fromkeys(REQUESTS, False)
+        self._target = _Outside(target_head)
+        self._window = Window()
+        self._validation: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def target_head(self) -> "TargetHead":
+        """The frozen target's embedding and output projection, on this module's device."""
+        return self._target.held
+
+    def setup(self, stage: str) -> None:
+        self._target.held = self.target_head.to(self.device)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.drafter, self.optim)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: schedule_factor(step, self.total_steps, self.optim)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def autocast(self) -> torch.autocast:
+        """The precision that this run computes in, as a context."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.optim.precision == "bf16")
+
+    def losses(self, batch: Batch) -> Losses:
+        """The drafter's loss of a batch in the run's precision, as sums."""
+        if self.optim.precision == "float32":
+            aux_BTLD = None if batch.aux_BTLD is None else batch.aux_BTLD.float()
+            batch = replace(batch, aux_BTLD=aux_BTLD, last_BTD=batch.last_BTD.float())
+        with self.autocast():
+            return self.drafter.loss(batch, self.target_head)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        losses = self.losses(batch)
+        self._window.add(batch, losses)
+        return losses.total
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # Lightning calls this after the last backward pass and before it clips.
+        named = {n: p.grad for n, p in self.drafter.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(named.values())
+        sums = self._window.sums | {f"request.{name}": torch.tensor(float(on)) for name, on in self.requests.items()}
+        sums["alarm"] = ~(self._window.finite() & norm.isfinite())
+        total = self._sum_over_ranks(sums)
+        if total["alarm"]:
+            raise self._not_finite(named)
+        count = max(total.pop("count"), 1.0)
+        # Lightning divided each loss by the accumulation, the strategy's reduction by the ranks.
+        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / count
+        for gradient in named.values():
+            gradient.mul_(scale)
+        self.positions += round(count)
+        self.agreed = {name: total.pop(f"request.{name}") > 0 for name in REQUESTS}
+        self._window = Window()
+        self._log_step(total, count, float(norm) * scale, optimizer)
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = {}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        losses = self.losses(batch)
+        pairs = {"loss": (losses.total, losses.count)}
+        pairs |= {name: (term, losses.count) for name, term in losses.terms.items()}
+        for name, pair in (pairs | dict(losses.metrics)).items():
+            new = torch.stack([part.detach().double() for part in pair])
+            self._validation[name] = self._validation.get(name, 0) + new
+
+    def on_validation_epoch_end(self) -> None:
+        total = {name: self._reduce(pair) for name, pair in sorted(self._validation.items())}
+        values: dict[str, float] = {}
+        for name, (sums, counts) in total.items():
+            if sums.ndim == 0:
+                values[f"val/{name}"] = float(sums / counts)
+                continue
+            for k, (one, count) in enumerate(zip(sums.tolist(), counts.tolist(), strict=True), start=1):
+                if count:
+                    values[f"val/{name}@{k}"] = one / count
+        self.log_dict({name: torch.tensor(value) for name, value in values.items()}, sync_dist=True)
+
+    def on_train_start(self) -> None:
+        self.clock.start()
+
+    def on_train_end(self) -> None:
+        self.clock.stop()
+
+    def on_validation_start(self) -> None:
+        self.clock.stop()
+
+    def on_validation_end(self) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            self.clock.start()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[STATE_KEY] = {
+            "total_steps": self.total_steps,
+            "minutes": self.optim.minutes,
+            "seconds": self.clock.seconds,
+            "positions": self.positions,
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        if STATE_KEY not in checkpoint:
+            raise CheckpointError(f"resume: the checkpoint has no '{STATE_KEY}' entry; it was not written by this trainer")
+        state = checkpoint[STATE_KEY]
+        self.positions = state["positions"]
+        self.clock.reset(state["seconds"])
+        # A longer budget is measured anew; the same one ends where it would have.
+        if self.optim.minutes is not None and self.optim.minutes == state["minutes"]:
+            self.total_steps = state["total_steps"]
+        torch.set_rng_state(state["torch_rng"].cpu())
+        if len(state["cuda_rng"]) == torch.cuda.device_count() > 0:
+            torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda_rng"]])
+
+    def _log_step(self, sums: dict[str, float], count: float, norm: float, optimizer: torch.optim.Optimizer) -> None:
+        values = {f"train/{name}": value / count for name, value in sums.items() if name != "alarm"}
+        values |= {
+            "train/grad_norm": norm,
+            "train/lr": optimizer.param_groups[0]["lr"],
+            "train/positions": float(self.positions),
+            "train/minutes": self.clock.seconds / 60,
+        }
+        self.log_dict(values)
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(tensor, reduce_op="sum")
+
+    def _sum_over_ranks(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        names = sorted(sums)
+        stacked = torch.stack([sums[name].to(self.device, torch.float64) for name in names])
+        return dict(zip(names, self._reduce(stacked).tolist(), strict=True))
+
+    def _not_finite(self, gradients: Mapping[str, Tensor]) -> Exception:
+        step = self.trainer.global_step
+        where, samples = self._window.first_alarm()
+        if where is None:
+            bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+            where = f"gradient of drafter.{bad[0]}" if bad else None
+        if where is None:
+            return ConfigError(f"step {step}: a loss or gradient on another rank is not finite; that rank says which")
+        text = f"step {step}, samples {list(samples)}: {where} is not finite (nan or inf); the weights were not changed. "
+        if where.startswith("batch."):
+            return DataError(text + "The cached target states are damaged: capture them again")
+        return ConfigError(text + f"optim.lr: got {self.optim.lr}; try a lower one, or a longer optim.warmup_steps")

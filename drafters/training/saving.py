@@ -1,0 +1,168 @@
+# Two artefacts: `checkpoints/last.ckpt` for resuming only, `drafter/` for everything else. Both are replaced whole, so
+# that a killed run finds the last good one. A signal is answered at the end of a step, never inside one: half an
+# optimizer step cannot be resumed from.
+
+import logging
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+
+from drafters.checkpoint import replace_path, save_drafter, write_error
+from drafters.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drafters.training.module import DistillModule
+
+__all__ = ["LastCheckpoint", "SaveDrafter", "TrainingInterrupted", "averaged_weights"]
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingInterrupted(Exception):
+    """A signal ended the run after everything was saved; the same command goes on from `checkpoint`."""
+
+    def __init__(self, step: int, checkpoint: Path) -> None:
+        super().__init__(f"stopped after step {step}; saved {checkpoint}; the same command resumes")
+        self.step, self.checkpoint = step, checkpoint
+
+
+@contextmanager
+def averaged_weights(trainer: Trainer, module: "DistillModule") -> Iterator[None]:
+    """Inside, `module` holds the averaged weights, if the run averages; afterwards its own again, bit for bit."""
+    averagers = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]
+    for callback in averagers:
+        callback.on_validation_epoch_start(trainer, module)
+    try:
+        yield
+    finally:
+        for callback in averagers:
+            callback.on_validation_epoch_end(trainer, module)
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps `folder/last.ckpt`: every `every_n_steps` optimizer steps, every `every_minutes`, at the end, and at Ctrl-C
+    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving.
+
+    Lightning runs Checkpoint callbacks last, so the state of all others is the step's own.
+    """
+
+    def __init__(self, folder: Path | str, *, every_n_steps: int = 500, every_minutes: float = 5.0) -> None:
+        self.path = Path(folder) / "last.ckpt"
+        self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
+        self._step = 0
+        self._saved_at = time.monotonic()
+        self._handlers: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._step, self._saved_at = trainer.global_step, time.monotonic()
+        pl_module.requests = dict.fromkeys(pl_module.requests, False)
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            for number in self._handlers:
+                signal.signal(number, lambda number, frame: self._on_signal(number, pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: "DistillModule", batch: Any, batch_idx: int) -> None:
+        # Only the first rank's clock counts; the others learn of it in the step's own reduction.
+        if trainer.is_global_zero and time.monotonic() - self._saved_at > self.every_minutes * 60:
+            pl_module.requests["save"] = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self._step:  # in the middle of an accumulation
+            return
+        self._step = step
+        agreed = pl_module.agreed
+        if agreed["stop"] or agreed["save"] or step % self.every_n_steps == 0 or step == pl_module.total_steps:
+            self.save(trainer, pl_module)
+        if agreed["stop"]:
+            raise TrainingInterrupted(step, self.path)
+
+    def save(self, trainer: Trainer, module: "DistillModule") -> None:
+        """Writes the checkpoint now; called on all ranks. Raises CheckpointError when the disk does not take it."""
+        temp = self.path.with_name(self.path.name + ".tmp")
+        with module.clock.paused():
+            module.requests["save"] = False
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                trainer.save_checkpoint(temp, weights_only=False)
+                if trainer.is_global_zero:
+                    replace_path(temp, self.path)
+            except OSError as error:
+                temp.unlink(missing_ok=True)
+                raise write_error(self.path, error) from error
+            trainer.strategy.barrier()
+        self._saved_at = time.monotonic()
+
+    def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        self._restore_handlers()
+
+    def on_exception(self, trainer: Trainer, pl_module: "DistillModule", exception: BaseException) -> None:
+        self._restore_handlers()
+
+    def _on_signal(self, number: int, module: "DistillModule") -> None:
+        module.requests["stop"] = True
+        signal.signal(number, self._handlers[number])
+        logger.warning("%s: stopping after this step; once more to stop at once", signal.Signals(number).name)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+
+class SaveDrafter(Callback):
+    """Writes `folder` (config.json, model.safetensors) whenever a validation beats the best `monitor` so far (higher is
+    better), with averaged weights if the run averages. Without any validation it holds the last weights."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        monitor: str = "val/accepted_length",
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.monitor, self.provenance = Path(folder), monitor, dict(provenance or {})
+        self.best: float | None = None
+        self.best_step: int | None = None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            raise ConfigError(f"monitor: no metric '{self.monitor}'; accepted: {', '.join(sorted(metrics))}")
+        value = float(metrics[self.monitor])
+        is_lost = self.best is not None and not self.folder.exists()
+        if math.isfinite(value) and (self.best is None or is_lost or value > self.best):
+            self.best, self.best_step = value, trainer.global_step
+            self._save(trainer, pl_module, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
+
+    def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        if self.best is None:
+            warnings.warn("no validation ran: the drafter holds the last weights, not the best ones", stacklevel=2)
+            self._save(trainer, pl_module, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+
+    def _save(self, trainer: Trainer, module: "DistillModule", metrics: dict[str, float]) -> None:
+        facts = {**self.provenance, "step": trainer.global_step, "positions": module.positions, "validation": metrics}
+        with module.clock.paused(), averaged_weights(trainer, module):
+            if trainer.is_global_zero:
+                save_drafter(module.drafter, self.folder, spec=module.target_head.spec, provenance=facts)
+            trainer.strategy.barrier()

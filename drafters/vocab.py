@@ -1,0 +1,79 @@
+# The draft vocabulary: a subset of the target's tokens on which a drafter's logits live. It is counted once, stored
+# with the drafter (`d2t`, `t2d`), and never rebuilt. Draft ids ascend with target ids.
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from drafters.errors import ConfigError
+
+__all__ = ["DraftVocab", "count_vocab", "coverage"]
+
+
+class DraftVocab:
+    """`ids_V` are the target ids of the draft ids 0..V'-1, ascending; `num_full` is the target's vocabulary size.
+
+    Raises ConfigError when the ids are not ascending, distinct and inside the target's vocabulary.
+    """
+
+    def __init__(self, ids_V: Tensor, *, num_full: int) -> None:
+        self.ids_V = ids_V.to(torch.int64)
+        self.num_full = num_full
+        ids = self.ids_V
+        if ids.dim() != 1 or len(ids) == 0 or bool((ids[1:] <= ids[:-1]).any()):
+            raise ConfigError(f"draft vocabulary: got ids of shape {list(ids.shape)}; they must be ascending and distinct")
+        if int(ids[0]) < 0 or int(ids[-1]) >= num_full:
+            raise ConfigError(f"draft vocabulary: ids {int(ids[0])}..{int(ids[-1])} leave the target's 0..{num_full - 1}")
+        self.id_to_draft_V = torch.full((num_full,), -1, dtype=torch.int64, device=ids.device)
+        self.id_to_draft_V[ids] = torch.arange(len(ids), device=ids.device)
+
+    @property
+    def size(self) -> int:
+        """Number of draft tokens, V'."""
+        return len(self.ids_V)
+
+    @property
+    def d2t(self) -> Tensor:
+        """int64 [V']: absolute target ids (engines that want offsets subtract arange)."""
+        return self.ids_V
+
+    @property
+    def t2d(self) -> Tensor:
+        """bool [V]: whether a target id has a draft id."""
+        return self.id_to_draft_V >= 0
+
+    def to_draft(self, tokens: Tensor) -> Tensor:
+        """Draft ids of target ids, -1 where there is none."""
+        return self.id_to_draft_V[tokens]
+
+    def to(self, device: torch.device | str) -> "DraftVocab":
+        """The same vocabulary on another device."""
+        return self if self.ids_V.device == torch.device(device) else DraftVocab(self.ids_V.to(device), num_full=self.num_full)
+
+
+def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always: Iterable[int] = ()) -> DraftVocab:
+    """The `size` most frequent ids in `tokens` (int64 tensors of any shape); `always` (end-of-turn ids) are in
+    whatever their count; ties and unseen ids go by id. Raises ConfigError when `size` does not fit.
+    """
+    forced = sorted({int(i) for i in always})
+    if not max(1, len(forced)) <= size <= vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: got {size}; accepted: {max(1, len(forced))}..{vocab_size} (the target's vocabulary)"
+        )
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for part in tokens:
+        counts_V += torch.bincount(part.flatten().cpu(), minlength=vocab_size)
+    counts_V[forced] = torch.iinfo(torch.int64).max
+    ids_V = counts_V.sort(descending=True, stable=True).indices[:size].sort().values
+    return DraftVocab(ids_V, num_full=vocab_size)
+
+
+def coverage(tokens: Iterable[Tensor], vocab: DraftVocab) -> float:
+    """Share of `tokens` that the draft vocabulary holds; 0.0 when there are none."""
+    held = total = 0
+    inside_V = vocab.t2d.cpu()
+    for part in tokens:
+        held += int(inside_V[part.flatten().cpu()].sum())
+        total += part.numel()
+    return held / total if total else 0.0

@@ -1,0 +1,108 @@
+# The matrix products between hidden states and vocabulary rows, and their gradients, for one chunk of rows.
+# In bfloat16 a logit near 20 is rounded by up to 0.06. So where the vocabulary rows are copied anyway (a reduced
+# vocabulary), the draft's bias and the target's log-sum-exp ride along as extra columns of the same product: it is
+# rounded once, and the logits that matter lie near zero.
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from drafters.target import TargetHead
+
+__all__ = ["Chunk", "VocabProducts"]
+
+# The offset takes two columns (its bfloat16 value and the rest); a multiple of 32 keeps the products fast.
+OFFSET_COLUMNS = 32
+
+
+@dataclass(kw_only=True)
+class Chunk:
+    """Raw products of some rows; `VocabProducts.write` puts gradients in their place."""
+
+    raw_NV: Tensor
+    bias_NV: Tensor | None = None
+    offset_N: Tensor | None = None
+
+
+class VocabProducts:
+    """Logits softcap(logit_scale * x @ W^T) + bias @ W_2^T - offset over `support_V` (None = the whole vocabulary).
+
+    The bias and the offset come after the softcap. `folded`: no softcap and a copy of the rows, so one product
+    does it all.
+    """
+
+    def __init__(
+        self, head: "TargetHead", *, support_V: Tensor | None, bias_weight_VR: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.scale = head.spec.logit_scale
+        self.cap = head.spec.logit_softcap
+        self.width = head.lm_head_VD.shape[1]
+        self.bias_weight_VR = None if bias_weight_VR is None else bias_weight_VR.detach().to(dtype)
+        self.folded = support_V is not None and self.cap is None
+        if support_V is None or self.cap is not None:
+            self.weight_VK = head.rows(support_V).to(dtype)
+            return
+        self.at_bias = self.width + OFFSET_COLUMNS
+        rank = 0 if bias_weight_VR is None else bias_weight_VR.shape[1]
+        self.weight_VK = head.lm_head_VD.new_empty(len(support_V), self.at_bias + rank, dtype=dtype)
+        self.weight_VK[:, : self.width] = head.lm_head_VD.index_select(0, support_V)
+        self.weight_VK[:, self.width : self.at_bias] = 0.0
+        self.weight_VK[:, self.width : self.width + 2] = 1.0
+        if self.bias_weight_VR is not None:
+            self.weight_VK[:, self.at_bias :] = self.bias_weight_VR
+
+    def multiply(self, hidden_ND: Tensor, *, bias_NR: Tensor | None = None, offset_N: Tensor | None = None) -> Chunk:
+        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2."""
+        hidden_ND = (hidden_ND if self.scale == 1.0 else hidden_ND * self.scale).to(self.weight_VK.dtype)
+        if not self.folded:
+            bias_NV = None
+            if bias_NR is not None and self.bias_weight_VR is not None:
+                bias_NV = torch.mm(bias_NR.to(self.weight_VK.dtype), self.bias_weight_VR.T)
+            return Chunk(raw_NV=torch.mm(hidden_ND, self.weight_VK.T), bias_NV=bias_NV, offset_N=offset_N)
+        num_columns = self.at_bias if bias_NR is None else self.weight_VK.shape[1]
+        wide_NK = self.weight_VK.new_zeros(len(hidden_ND), num_columns)
+        wide_NK[:, : self.width] = hidden_ND
+        if offset_N is not None:
+            high_N = offset_N.to(wide_NK.dtype)
+            wide_NK[:, self.width] = -high_N
+            wide_NK[:, self.width + 1] = high_N - offset_N
+        if bias_NR is not None:
+            wide_NK[:, self.at_bias :] = bias_NR
+        return Chunk(raw_NV=torch.mm(wide_NK, self.weight_VK[:, :num_columns].T))
+
+    def read(self, chunk: Chunk, rows: slice, out: Tensor) -> Tensor:
+        """Float logits of some rows of the chunk, into `out`."""
+        out.copy_(chunk.raw_NV[rows])
+        if self.cap is not None:
+            out.div_(self.cap).tanh_().mul_(self.cap)
+        if chunk.bias_NV is not None:
+            out.add_(chunk.bias_NV[rows])
+        if chunk.offset_N is not None:
+            out.sub_(chunk.offset_N[rows, None])
+        return out
+
+    def write(self, chunk: Chunk, rows: slice, gradient_NV: Tensor) -> None:
+        """Replace the raw products of some rows by the gradients of a loss with respect to them."""
+        if chunk.bias_NV is not None:
+            chunk.bias_NV[rows] = gradient_NV
+        if self.cap is not None:
+            capped_NV = chunk.raw_NV[rows].to(gradient_NV.dtype).div_(self.cap).tanh_()
+            gradient_NV.addcmul_(gradient_NV * capped_NV, capped_NV, value=-1.0)
+        chunk.raw_NV[rows] = gradient_NV
+
+    def backward(self, chunk: Chunk, bias_NR: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of the rows [N, D], of the bias factor [N, R] and of W_2 [V', R], after every row was written."""
+        bias_grad_NV = chunk.raw_NV if chunk.bias_NV is None else chunk.bias_NV
+        if self.folded:
+            wide_NK = torch.mm(chunk.raw_NV, self.weight_VK)
+            hidden_ND, factor_NR = wide_NK[:, : self.width], wide_NK[:, self.at_bias :]
+        else:
+            hidden_ND = torch.mm(chunk.raw_NV, self.weight_VK)
+            factor_NR = bias_grad_NV if self.bias_weight_VR is None else torch.mm(bias_grad_NV, self.bias_weight_VR)
+        hidden_ND = hidden_ND if self.scale == 1.0 else hidden_ND * self.scale
+        if bias_NR is None:
+            return hidden_ND, None, None
+        return hidden_ND, factor_NR, torch.mm(bias_grad_NV.T, bias_NR.to(bias_grad_NV.dtype))
