@@ -17,7 +17,10 @@ from omegaconf import DictConfig
 from drafters.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from drafters.target import FrozenTarget
+    from drafters.types import Message
 
 __all__ = ["RegenerateConfig", "regenerate"]
 
@@ -45,15 +48,25 @@ def regenerate(
 
     Turn k of all rows is answered before turn k+1, with the target's own earlier answers in the history.
     `progress(answers done, answers in all, new tokens)` is called after each batch. Raises DataError when `out.part`
-    belongs to other prompts, settings or another target.
+    belongs to other prompts, settings or another target, ConfigError when the settings leave no room for a prompt.
     """
+    from drafters.chat import ChatEncoder
+
+    room = target.spec.max_position - config.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"regenerate.max_new_tokens: got {config.max_new_tokens}, which leaves no room for a prompt; "
+            f"accepted: less than the target's {target.spec.max_position} positions"
+        )
+    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position)
     part = _Part(out.with_name(out.name + ".part"), _key(target, rows, config))
     answers: dict[tuple[int, int], dict[str, str]] = {}
     total = sum(len(row["turns"]) for row in rows)
     for number, (turn, members) in enumerate(_batches(rows, config.batch_size)):
         done, tokens = part.get(number), 0
         if done is None:
-            done, tokens = _answer(target, rows, answers, turn, members, config, seed=config.seed + number)
+            prompts = [encoder.prompt(_history(rows[i]["turns"], answers, i, turn))[-room:] for i in members]
+            done, tokens = _answer(target, prompts, config, seed=config.seed + number)
             part.add(number, done)
         answers.update({(index, turn): answer for index, answer in zip(members, done, strict=True)})
         progress(len(answers), total, tokens)
@@ -69,35 +82,29 @@ def _batches(rows: list[dict[str, Any]], size: int) -> Iterator[tuple[int, list[
             yield turn, members[start : start + size]
 
 
-def _answer(
-    target: "FrozenTarget",
-    rows: list[dict[str, Any]],
-    answers: dict[tuple[int, int], dict[str, str]],
-    turn: int,
-    members: list[int],
-    config: RegenerateConfig,
-    *,
-    seed: int,
-) -> tuple[list[dict[str, str]], int]:
-    from drafters.chat import ChatEncoder
-    from drafters.decoding.loop import DecodeConfig, decode
-    from drafters.types import Message, Sampling
+def _history(turns: list[str], answers: dict[tuple[int, int], dict[str, str]], row: int, turn: int) -> "list[Message]":
+    """What was said in `row` up to its user turn `turn`, included."""
+    from drafters.types import Message
 
-    room = target.spec.max_position - config.max_new_tokens
-    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position)
-    prompts = []
-    for index in members:
-        history = []
-        for t in range(turn + 1):
-            history.append(Message(role="user", content=rows[index]["turns"][t]))
-            if t < turn:
-                history.append(Message(role="assistant", content=answers[index, t]["content"]))
-        prompts.append(encoder.prompt(history)[-room:])
+    history = []
+    for t in range(turn):
+        history.append(Message(role="user", content=turns[t]))
+        history.append(Message(role="assistant", content=answers[row, t]["content"]))
+    return [*history, Message(role="user", content=turns[turn])]
+
+
+def _answer(
+    target: "FrozenTarget", prompts: "list[Tensor]", config: RegenerateConfig, *, seed: int
+) -> tuple[list[dict[str, str]], int]:
+    """Answers as message fields, and the number of tokens drawn."""
+    from drafters.decoding.loop import DecodeConfig, decode
+    from drafters.types import Sampling
+
     decoding = DecodeConfig(
         max_new_tokens=config.max_new_tokens,
         sampling=Sampling(temperature=config.temperature, top_p=config.top_p),
         seed=seed,
-        batch_size=len(members),
+        batch_size=len(prompts),
     )
     made = decode(target, None, prompts, decoding)
     stop = set(target.spec.eos_ids)
@@ -114,16 +121,22 @@ class _Part:
         self._done: dict[int, list[dict[str, str]]] = {}
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
-        if whole and json.loads(whole[0])["key"] != key:
+        if not whole:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"key": key}) + "\n")
+            return
+        try:
+            head, *entries = map(json.loads, whole)
+            self._done = {entry["batch"]: entry["answers"] for entry in entries}
+            same = head["key"] == key
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"out: {path} is damaged ({error}); remove it to begin anew") from error
+        if not same:
             raise DataError(
                 f"out: {path} was begun with other prompts, settings or another target; "
                 "finish it with those, remove it, or choose another out="
             )
-        for line in whole[1:]:
-            entry = json.loads(line)
-            self._done[entry["batch"]] = entry["answers"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"".join(whole) or json.dumps({"key": key}).encode() + b"\n")
+        os.truncate(path, sum(map(len, whole)))
 
     def get(self, batch: int) -> list[dict[str, str]] | None:
         return self._done.get(batch)
@@ -150,7 +163,9 @@ def _write(out: Path, rows: list[dict[str, Any]], answers: dict[tuple[int, int],
         lines.append(json.dumps({**kept, "messages": messages}, ensure_ascii=False))
     text = ("\n".join(lines) + "\n").encode()
     temp = out.with_name(out.name + ".tmp")
-    temp.write_bytes(gzip.compress(text, 9, mtime=0) if out.suffix == ".gz" else text)
+    with temp.open("wb") as stream:
+        stream.write(gzip.compress(text, 9, mtime=0) if out.suffix == ".gz" else text)
+        os.fsync(stream.fileno())
     temp.replace(out)
 
 
@@ -159,7 +174,7 @@ def read_prompts(path: Path, *, limit: int | None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"prompts: no file {path}; `python -m data.samples.prompts` writes the bundled ones")
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
         except ValueError as error:

@@ -5,9 +5,15 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from drafters.types import Example
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
@@ -48,7 +54,7 @@ def show(config: DictConfig) -> None:
         raise failures[0]
 
 
-def _tokenizer(config: DictConfig):
+def _tokenizer(config: DictConfig) -> Any:
     from transformers import AutoTokenizer
 
     from drafters.errors import ConfigError
@@ -64,7 +70,7 @@ def _tokenizer(config: DictConfig):
         raise ConfigError(f"tokenizer: none in '{config.tokenizer}': {str(error).splitlines()[0]}") from error
 
 
-def _highlighted(example, tokenizer, *, marks: bool):
+def _highlighted(example: "Example", tokenizer: Any, *, marks: bool) -> "Text":
     """Rich text of an example; with `marks`, supervised runs also stand between ⟦ and ⟧ (for pipes and files)."""
     from itertools import groupby
 

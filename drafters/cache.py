@@ -5,6 +5,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -308,7 +309,13 @@ class HiddenCache:
 def write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> Shard:
     """Write a shard under a temporary name, flush it to the disk, and rename it."""
     partial = folder / PARTIAL / name
-    save_file(tensors, partial)
+    try:
+        save_file(tensors, partial)
+    except SafetensorError as error:
+        # It tells the number of an operating system's error in its text only.
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), str(error)) from error
+        raise
     partial.chmod(0o644)  # safetensors makes files that only their owner can read
     sha256, num_bytes = file_sha256(partial), partial.stat().st_size
     _into_place(partial, folder / name)

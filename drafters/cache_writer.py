@@ -4,7 +4,6 @@
 import errno
 import fcntl
 import hashlib
-import re
 import shutil
 import time
 import warnings
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from drafters.cache import (
@@ -343,15 +341,12 @@ def _partial(folder: Path) -> Iterator[None]:
 def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        # safetensors tells the number in its text only.
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found else error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT):
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
                 f"cache: no space left on the disk of {folder}; make room, the same command goes on from there"
             ) from error
-        if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
             raise DataError(f"cache: cannot write to {folder}: {error}; choose another cache.root") from error
         raise
 

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from drafters.errors import CheckpointError, ConfigError
 from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
 
-__all__ = ["load_drafter", "read_config", "replace_path", "save_drafter"]
+__all__ = ["drafter_of_checkpoint", "load_drafter", "read_config", "replace_path", "save_drafter"]
 
 SCHEMA = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -48,7 +49,7 @@ def save_drafter(
         config = {
             "schema": SCHEMA,
             "drafters_version": drafters.__version__,
-            "drafter": {"_target_": f"{type(drafter).__module__}.{type(drafter).__qualname__}", **asdict(drafter.config)},
+            "drafter": {"_target_": _class_path(drafter), **asdict(drafter.config)},
             "target": spec.to_dict(),
             "draft_vocab_size": tensors["d2t"].numel() if "d2t" in tensors else None,
             "weights": {"file": WEIGHTS, "sha256": _sha256(temp / WEIGHTS)},
@@ -62,9 +63,7 @@ def save_drafter(
     return folder
 
 
-def load_drafter(
-    folder: Path | str, *, spec: TargetSpec | None = None, allow_other_target: bool = False
-) -> Drafter:
+def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_other_target: bool = False) -> Drafter:
     """The drafter of a folder, float32 on the CPU.
 
     `spec` is the target it shall draft for; None trusts the stored one (export). Raises CheckpointError when a file is
@@ -73,7 +72,10 @@ def load_drafter(
     """
     folder = _present(Path(folder))
     config = read_config(folder)
-    stored = TargetSpec.from_dict(config["target"])
+    try:
+        stored = TargetSpec.from_dict(config["target"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
     if spec is not None:
         _check_target(folder, stored, spec, allow_other_target)
     weights = folder / WEIGHTS
@@ -92,6 +94,17 @@ def load_drafter(
     except RuntimeError as error:
         raise CheckpointError(f"{weights}: does not fit {type(drafter).__name__}: {error}") from error
     return drafter.eval()
+
+
+def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: TargetSpec) -> Drafter:
+    """A drafter of the shape that a training checkpoint holds, its draft vocabulary included; the trainer loads the
+    weights. Raises CheckpointError when the file is damaged."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"resume: {path} is damaged: {error}; remove it to start anew, or choose another name=") from error
+    prefix = "drafter."
+    return cls.from_tensors(config, spec, {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
@@ -142,10 +155,12 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
 def _construct(folder: Path, node: dict[str, Any], spec: TargetSpec, tensors: Mapping[str, torch.Tensor]) -> Drafter:
     key = f"{folder / CONFIG}: drafter"
     try:
-        cls = locate(str(node.get("_target_", "")), key=f"{key}._target_")
-        if not (isinstance(cls, type) and issubclass(cls, Drafter)):
+        cls: Any = locate(str(node.get("_target_", "")), key=f"{key}._target_")
+        is_drafter = isinstance(cls, type) and issubclass(cls, Drafter)
+        if not is_drafter:
             raise CheckpointError(f"{key}._target_: '{node['_target_']}' is not a Drafter class")
-        return cls.from_tensors(typed(cls.Config, node, key=key), spec, tensors)
+        drafter: Drafter = cls.from_tensors(typed(cls.Config, node, key=key), spec, tensors)
+        return drafter
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
 
@@ -160,8 +175,8 @@ def _check_target(folder: Path, stored: TargetSpec, spec: TargetSpec, allow_othe
             )
     if stored.weights_hash != spec.weights_hash and not allow_other:
         raise CheckpointError(
-            f"{folder}: trained for target {_named(stored)}, but this target is {_named(spec)}; use the one it was trained "
-            "for, or allow_other_target=true for a fine-tune of it"
+            f"{folder}: trained for target {_named(stored)}, but this target is {_named(spec)}; use the one it was "
+            "trained for, or allow_other_target=true for a fine-tune of it"
         )
     if stored.template_hash != spec.template_hash:
         warnings.warn(
@@ -169,6 +184,10 @@ def _check_target(folder: Path, stored: TargetSpec, spec: TargetSpec, allow_othe
             f"{spec.template_hash[:12]}; fewer drafts may be accepted",
             stacklevel=3,
         )
+
+
+def _class_path(drafter: Drafter) -> str:
+    return f"{type(drafter).__module__}.{type(drafter).__qualname__}"
 
 
 def _named(spec: TargetSpec) -> str:

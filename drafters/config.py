@@ -2,8 +2,8 @@
 # dataclass `Config` (or the class itself, if it is a dataclass) types the rest. There is no registry: the path is it.
 
 import importlib
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,7 +21,7 @@ def locate(path: str, *, key: str = "_target_") -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name and not module.startswith(error.name):
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"{key}: no module '{error.name}' for '{path}'; is its folder on PYTHONPATH?") from error
     except AttributeError as error:
@@ -29,28 +29,30 @@ def locate(path: str, *, key: str = "_target_") -> Any:
 
 
 def typed(schema: type, node: Any, *, key: str) -> Any:
-    """An instance of the dataclass `schema` filled from `node` (mapping or DictConfig).
+    """An instance of the dataclass `schema` filled from `node` (mapping or DictConfig; `_target_` is left out).
 
-    Raises ConfigError that names the dotted key for an unknown field, a wrong type or a missing value.
+    Lists become the tuples that annotations ask for, mappings the dataclasses. Raises ConfigError that names the
+    dotted key for an unknown field, a wrong type or a missing value.
     """
-    node = OmegaConf.create(to_plain(node) or {})
-    node.pop("_target_", None)
-    accepted = ", ".join(f.name for f in fields(schema))
-    unknown = [str(name) for name in node if name not in {f.name for f in fields(schema)}]
-    if unknown:
-        raise ConfigError(f"{key}.{unknown[0]}: unknown setting; accepted: {accepted}")
-    required = [f.name for f in fields(schema) if f.default is MISSING and f.default_factory is MISSING]
-    for name in required:
-        if name not in node:
-            raise ConfigError(f"{key}.{name}: missing; it has no default")
+    plain = to_plain(node) or {}
+    names = [f.name for f in fields(schema)]
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{key}: got {plain!r}; expected settings by name: {', '.join(names)}")
+    given = {name: value for name, value in plain.items() if name != "_target_"}
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{key}.{name}: unknown setting; accepted: {', '.join(names)}")
+    for f in fields(schema):
+        if given.get(f.name, f.default) == "???" or (f.name not in given and _is_required(f)):
+            raise ConfigError(f"{key}.{f.name}: missing; it has no default")
+    # One level at a time: OmegaConf cannot merge into a frozen dataclass inside another.
+    inner = {
+        name: typed(inner_schema, given.pop(name), key=f"{key}.{name}")
+        for name, inner_schema in _nested(schema).items()
+        if given.get(name) is not None
+    }
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(_open(schema)), node)
-        return _freeze(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
-    except OmegaConfBaseException as error:
-        where = ".".join(part for part in (key, error.full_key or "") if part)
-        got = OmegaConf.select(node, error.full_key) if error.full_key else None
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{where}: got {got!r}; {first_line}") from error
+        return schema(**_typed_values(schema, given, key=key), **inner)
     except ValueError as error:  # raised by __post_init__ checks of the dataclass
         raise ConfigError(f"{key}: {error}") from error
 
@@ -61,7 +63,9 @@ def build_config(node: Any, *, key: str) -> tuple[type, Any]:
     if not isinstance(plain, dict) or "_target_" not in plain:
         raise ConfigError(f"{key}: needs a `_target_` that names a class")
     cls = locate(plain["_target_"], key=f"{key}._target_")
-    schema = cls if is_dataclass(cls) else cls.Config
+    schema = cls if is_dataclass(cls) else getattr(cls, "Config", None)
+    if not isinstance(cls, type) or not isinstance(schema, type) or not is_dataclass(schema):
+        raise ConfigError(f"{key}._target_: '{plain['_target_']}' is no class with a dataclass `Config`")
     return cls, typed(schema, plain, key=key)
 
 
@@ -72,21 +76,25 @@ def to_plain(node: Any) -> Any:
     return node
 
 
-def _open(schema: type) -> type:
-    # OmegaConf marks frozen dataclasses read-only, which forbids the merge: drop that by structuring field by field.
-    return schema
+def _is_required(f: Field[Any]) -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
 
 
-def _freeze(schema: type, values: dict[str, Any]) -> Any:
-    """Dataclass instances, nested ones included, with lists turned into the tuples that annotations ask for."""
+def _nested(schema: type) -> dict[str, type]:
+    """Fields that hold another dataclass, `X` or `X | None`."""
     hints = get_type_hints(schema)
-    done = {}
-    for f in fields(schema):
-        value, hint = values[f.name], hints[f.name]
-        nested = [h for h in (hint, *getattr(hint, "__args__", ())) if is_dataclass(h)]
-        if nested and isinstance(value, dict):
-            value = _freeze(nested[0], value)
-        elif isinstance(value, list) and "tuple" in str(hint):
-            value = tuple(value)
-        done[f.name] = value
-    return schema(**done)
+    options = {f.name: (hints[f.name], *get_args(hints[f.name])) for f in fields(schema)}
+    return {name: h for name, hs in options.items() for h in hs if isinstance(h, type) and is_dataclass(h)}
+
+
+def _typed_values(schema: type, given: dict[str, Any], *, key: str) -> dict[str, Any]:
+    """`given`, checked and converted to what the fields of `schema` are annotated with."""
+    hints = get_type_hints(schema)
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.structured(schema), given)
+        values = {name: to_plain(merged[name]) for name in given}
+    except OmegaConfBaseException as error:
+        where = error.full_key or ""
+        got = OmegaConf.select(OmegaConf.create(given), where) if where else given
+        raise ConfigError(f"{key}{'.' if where else ''}{where}: got {got!r}; {str(error).splitlines()[0]}") from error
+    return {k: tuple(v) if isinstance(v, list) and "tuple" in str(hints[k]) else v for k, v in values.items()}

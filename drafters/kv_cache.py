@@ -1,6 +1,6 @@
 # The target's key/value cache for rows that advance by different counts. Rejected slots may stay in it as holes
-# under a 2-D attention mask; `compact` closes them by a gather, right-aligned, so that recent slots stay adjacent
-# (which keeps sliding windows, counted in slots by transformers, right).
+# under a 2-D attention mask; `compact` closes them by a gather, right-aligned. transformers counts sliding windows in
+# slots, so a target that has them may have no hole between a new token and its past: it is compacted before a pass.
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ class GrowingLayer(DynamicLayer):
     """Keys and values [B, heads, slots, H] as views of buffers that double when full, so that a decode step writes
     its own slots only instead of copying everything before it."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append states; returns all keys and values."""
         old = self.get_seq_length()
         if not self.is_initialized:
@@ -24,7 +26,7 @@ class GrowingLayer(DynamicLayer):
             self.buffers = (key_states[:, :, :0], value_states[:, :, :0])
         end = old + key_states.shape[2]
         if end > self.buffers[0].shape[2]:
-            self._set(self.keys if old else key_states[:, :, :0], self.values if old else value_states[:, :, :0], 2 * end)
+            self._set(self.buffers[0][:, :, :old], self.buffers[1][:, :, :old], 2 * end)
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, old:end] = new
         self.crop_to(end)
@@ -77,6 +79,8 @@ class TargetCache:
 
         Returns the attention mask [B, slots] for the pass that fills them, None when all slots are valid.
         """
+        if self._sliding and not self.dense and not self._right_aligned():
+            self.compact()
         batch = self.lengths_B.shape[0]
         if lengths_B is None:
             new = torch.ones(batch, width, dtype=torch.bool, device=self.valid_BS.device)
@@ -92,12 +96,10 @@ class TargetCache:
         """Keep only the first `lengths_B[b]` tokens of each row b."""
         self.valid_BS = self.valid_BS & (self.valid_BS.cumsum(1) <= lengths_B[:, None])
         self.lengths_B = torch.minimum(self.lengths_B, lengths_B)
-        used = int(self.valid_BS.any(0).nonzero().max()) + 1 if bool(self.valid_BS.any()) else 0
-        self._crop(used)
-        longest = int(self.lengths_B.max())
-        waste = 1 - longest / max(used, 1)
-        self.dense = bool((self.lengths_B == used).all())
-        if not self.dense and used > longest and (self._sliding or waste > MAX_WASTE):
+        used_S = self.valid_BS.any(0).nonzero()
+        self._crop(int(used_S.max()) + 1 if len(used_S) else 0)
+        self.dense = bool((self.lengths_B == self.num_slots).all())
+        if self.num_slots - int(self.lengths_B.max()) > MAX_WASTE * self.num_slots:
             self.compact()
 
     def compact(self) -> None:
@@ -116,6 +118,9 @@ class TargetCache:
         self.lengths_B, self.valid_BS = self.lengths_B[rows], self.valid_BS[rows]
         if len(rows):
             self.rollback(self.lengths_B)
+
+    def _right_aligned(self) -> bool:
+        return bool((self.valid_BS[:, 1:] >= self.valid_BS[:, :-1]).all())
 
     def _crop(self, slots: int) -> None:
         if slots == self.num_slots:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from drafters.vocab_products import Chunk, VocabProducts
+from drafters.vocab_products import Chunk, VocabProducts, Workspace
 
 if TYPE_CHECKING:
     from drafters.target import TargetHead
@@ -27,7 +27,8 @@ TINY = 1e-20
 TERMS = ("ce", "l1", "kl", "lk")
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: OmegaConf does not merge into a frozen dataclass inside another.
+@dataclass(kw_only=True)
 class LossWeights:
     """Weights of the terms; a term of weight 0 is not computed. `gamma` None means equal position weights.
 
@@ -101,16 +102,19 @@ def distill(
     *,
     want_accept: bool = False,
     want_metrics: bool = False,
+    workspace: Workspace | None = None,
 ) -> DistillOutput:
     """Weighted sum over rows of the loss terms. Differentiable in `hidden_ND`, `bias_NR` and `bias_weight_VR`.
 
-    Products run in the dtype of `hidden_ND`; softmax and sums in float32 (float64 for float64 input).
+    Products run in the dtype of `hidden_ND`; softmax and sums in float32 (float64 for float64 input). A `workspace`
+    that is passed again spares gathering the vocabulary rows and allocating scratch.
     Sources: LK 2602.23881; l1 and the acceptance label 2607.05147.
     """
     given = (inputs.hidden_ND, inputs.bias_NR, inputs.bias_weight_VR)
     want_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     with torch.no_grad():
-        work = _Pass(inputs, head, weights, _Wants(want_grad, want_accept or want_metrics, want_metrics))
+        wants = _Wants(want_grad, want_accept or want_metrics, want_metrics)
+        work = _Pass(inputs, head, weights, wants, Workspace() if workspace is None else workspace)
     total = _Distill.apply(*given, work)
     return DistillOutput(total=total, terms=work.terms, accept_N=work.accept_N, agree_N=work.agree_N)
 
@@ -152,7 +156,9 @@ class _Target(NamedTuple):
 class _Pass:
     """One pass over the rows: sums, per-row results, and gradients, chunk by chunk."""
 
-    def __init__(self, inputs: DistillInput, head: "TargetHead", weights: LossWeights, wants: _Wants) -> None:
+    def __init__(
+        self, inputs: DistillInput, head: "TargetHead", weights: LossWeights, wants: _Wants, workspace: Workspace
+    ) -> None:
         self.inputs, self.head, self.weights = inputs, head, weights
         self.wants = wants._replace(accept=wants.accept or weights.l1 > 0 or weights.lk > 0)
         self.hidden_ND, self.bias_NR = inputs.hidden_ND, inputs.bias_NR
@@ -160,12 +166,15 @@ class _Pass:
         self.support_V = None if inputs.vocab is None else inputs.vocab.ids_V
         self.labels_N = inputs.labels_N if inputs.vocab is None else inputs.vocab.to_draft(inputs.labels_N)
         self.weights_N = inputs.weights_N.to(self.dtype)
-        self.products = self._products(self.support_V, inputs.bias_weight_VR)
+        self.products = workspace.products(head, self.support_V, self.hidden_ND.dtype)
+        self.products.set_bias(inputs.bias_weight_VR)
         num_rows, num_vocab = len(self.hidden_ND), len(self.products.weight_VK)
         new = self.weights_N.new_empty
         self.num_scratch = max(1, min(weights.chunk, num_rows, SCRATCH_ELEMENTS // num_vocab))
-        self.scratch = [new(self.num_scratch, num_vocab) for _ in range(4)]
-        self.q_UV = new(min(weights.chunk, num_rows), num_vocab)
+        names = ("logits", "p", "q", "work")
+        like = self.weights_N
+        self.scratch = [workspace.buffer(name, self.num_scratch, num_vocab, like=like) for name in names]
+        self.q_UV = workspace.buffer("shared q", min(weights.chunk, num_rows), num_vocab, like=like)
         self.terms = {name: new(()).zero_() for name in TERMS if getattr(weights, name) > 0}
         self.accept_N = new(num_rows) if self.wants.accept else None
         self.agree_N = torch.zeros_like(self.labels_N, dtype=torch.bool) if wants.metrics else None
@@ -180,9 +189,6 @@ class _Pass:
         for name, term in self.terms.items():
             total += getattr(self.weights, name) * term
         return total
-
-    def _products(self, support_V: Tensor | None, bias_weight_VR: Tensor | None) -> VocabProducts:
-        return VocabProducts(self.head, support_V=support_V, bias_weight_VR=bias_weight_VR, dtype=self.hidden_ND.dtype)
 
     def _chunk(self, rows: slice) -> None:
         target_rows_N, lse_M = self.inputs.target_rows_N[rows], self.inputs.lse_M
@@ -225,7 +231,7 @@ class _Pass:
 
     def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
         """Argmax and log-sum-exp [U] over the target's whole vocabulary."""
-        products = self._products(None, None)
+        products = VocabProducts(self.head, support_V=None, dtype=states_UD.dtype, workspace=Workspace())
         num_rows = max(1, SCRATCH_ELEMENTS // len(products.weight_VK))
         found = []
         for states in states_UD.split(num_rows):

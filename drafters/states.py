@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PackedStates", "log_sum_exp", "predicts", "target_states"]
 
-LSE_ROWS = 64  # [64, V] float32 stays in the last-level cache of a CPU
+LSE_ROWS = 128  # few enough for [128, V] float32 to stay near the CPU's caches, enough for a fast product
 
 
 @dataclass(frozen=True, kw_only=True)

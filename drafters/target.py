@@ -5,6 +5,8 @@
 import hashlib
 import inspect
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +45,7 @@ class TargetHead:
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else logits.div_(cap).tanh_() * cap
 
     def rows(self, support_V: Tensor | None) -> Tensor:
         """Rows [V', D] of the output projection."""
@@ -79,14 +81,22 @@ class TargetHead:
             tensors = load_file(folder / "target_head.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"target head in {folder}: {error}; capture the states again") from error
-        return cls(spec, embedding_VD=tensors["embedding"], lm_head_VD=tensors.get("lm_head", tensors["embedding"]))
+        names = {"embedding"} if spec.tied_head else {"embedding", "lm_head"}
+        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+        if tensors.keys() != names or shapes != {(spec.vocab_size, spec.hidden_size)}:
+            raise CheckpointError(
+                f"target head in {folder}: holds {sorted(tensors)} {sorted(shapes)}, expected {sorted(names)} "
+                f"of [{spec.vocab_size}, {spec.hidden_size}]; capture the states again"
+            )
+        lm_head = tensors["embedding" if spec.tied_head else "lm_head"]
+        return cls(spec, embedding_VD=tensors["embedding"], lm_head_VD=lm_head)
 
 
 class FrozenTarget:
     """A causal LM of `transformers`, frozen: hidden states, logits, embeddings, cached decoding with rollback."""
 
-    def __init__(self, model: nn.Module, *, tokenizer: Any, spec: TargetSpec) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, *, tokenizer: Any, spec: TargetSpec) -> None:
+        self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.spec = spec
         self.decoder: Any = self.model.get_decoder()
@@ -95,13 +105,13 @@ class FrozenTarget:
             embedding_VD=self.model.get_input_embeddings().weight,
             lm_head_VD=self.model.get_output_embeddings().weight,
         )
-        text_config = self.model.config.get_text_config()
-        self.sliding = bool(getattr(text_config, "sliding_window", None))
+        config = self.model.config.get_text_config()
+        self._sliding = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
         # transformers renamed the argument of decoders in 5.x; both spellings are served.
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._captured: dict[int, Tensor] = {}
-        self._wanted: frozenset[int] = frozenset()
+        self._wanted: Sequence[int] = ()
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._hook(index))
 
@@ -136,11 +146,14 @@ class FrozenTarget:
 
     @classmethod
     def from_model(
-        cls, model: nn.Module, *, tokenizer: Any = None, mask_token_id: int = 0, weights_hash: str = "", name: str = ""
+        cls, model: Any, *, tokenizer: Any = None, mask_token_id: int = 0, weights_hash: str = "", name: str = ""
     ) -> "FrozenTarget":
-        """Wrap a loaded model; `weights_hash` defaults to a hash of its parameters. Ends with the self-check."""
+        """Wrap a loaded model; `weights_hash` defaults to a hash of its parameters. Ends with the self-check.
+
+        Raises ConfigError for a model that is no causal LM, or that the wrapper does not reproduce.
+        """
         spec = read_spec(model.eval(), mask_token_id=mask_token_id)
-        template = (getattr(tokenizer, "chat_template", None) or "") if tokenizer is not None else ""
+        template = getattr(tokenizer, "chat_template", None) or ""
         spec = replace(
             spec,
             template_hash=hashlib.sha256(str(template).encode()).hexdigest(),
@@ -159,16 +172,16 @@ class FrozenTarget:
     def states(self, tokens_BT: Tensor, *, needs: Needs, lengths_B: Tensor | None = None) -> States:
         """Hidden states of right-padded rows, without a cache.
 
-        A causal model's valid rows never see the padding to their right, so no mask is needed; states at padded
+        A causal model's valid tokens never see the padding to their right, so no mask is needed; states at padded
         positions are defined but meaningless. `lengths_B` is accepted so that callers state what is valid.
         """
         del lengths_B
-        out = self._forward(needs, input_ids=tokens_BT.to(self.device), use_cache=False)
-        return States(aux_BTLD=self._aux(needs), last_BTD=out if needs.last else None)
+        last_BTD, aux_BTLD = self._forward(needs, input_ids=tokens_BT.to(self.device), use_cache=False)
+        return States(aux_BTLD=aux_BTLD, last_BTD=last_BTD if needs.last else None)
 
     def new_cache(self, batch_size: int) -> TargetCache:
         """An empty key/value cache of `batch_size` rows."""
-        return TargetCache(batch_size=batch_size, sliding=self.sliding, device=self.device)
+        return TargetCache(batch_size=batch_size, sliding=self._sliding, device=self.device)
 
     @torch.inference_mode()
     def step(
@@ -186,41 +199,43 @@ class FrozenTarget:
         "none". Positions go on from `cache.lengths_B`.
         """
         width = tokens_BS.shape[1]
-        positions = cache.lengths_B[:, None] + torch.arange(width, device=self.device)
-        mask = cache.append(lengths_B, width)
-        last = self._forward(
+        if lengths_B is not None:
+            lengths_B = lengths_B.to(self.device)
+        positions_BS = cache.lengths_B[:, None] + torch.arange(width, device=self.device)
+        mask_BS = cache.append(lengths_B, width)
+        last_BSD, aux_BSLD = self._forward(
             needs,
             input_ids=tokens_BS.to(self.device),
-            attention_mask=mask,
-            position_ids=positions,
+            attention_mask=mask_BS,
+            position_ids=positions_BS,
             use_cache=True,
             **{self._cache_name: cache.hf},
         )
-        read = last
+        read = last_BSD
         if logits == "last":
-            ends = torch.full_like(cache.lengths_B, width) if lengths_B is None else lengths_B.to(self.device)
-            read = last.gather(1, (ends - 1)[:, None, None].expand(-1, 1, last.shape[2]))
+            ends_B = torch.full_like(cache.lengths_B, width) if lengths_B is None else lengths_B
+            read = last_BSD.gather(1, (ends_B - 1)[:, None, None].expand(-1, 1, last_BSD.shape[2]))
         elif logits == "none":
-            read = last[:, :0]
+            read = last_BSD[:, :0]
         return StepOutput(
-            logits_BSV=self.head.logits(read), aux_BSLD=self._aux(needs), last_BSD=last if needs.last else None
+            logits_BSV=self.head.logits(read), aux_BSLD=aux_BSLD, last_BSD=last_BSD if needs.last else None
         )
 
-    def _forward(self, needs: Needs, **inputs: Any) -> Tensor:
-        if needs.layer_ids:
-            check_layer_ids(tuple(sorted(needs.layer_ids)), self.spec)
-        self._wanted = frozenset(needs.layer_ids)
-        self._captured.clear()
+    @contextmanager
+    def capture(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Within it, a pass of the model fills the dictionary with the outputs [B, T, D] of these layers."""
+        check_layer_ids(tuple(sorted(layer_ids)), self.spec)
+        self._wanted, self._captured = layer_ids, {}
         try:
-            last: Tensor = self.decoder(**inputs).last_hidden_state
+            yield self._captured
         finally:
-            self._wanted = frozenset()
-        return last
+            self._wanted, self._captured = (), {}
 
-    def _aux(self, needs: Needs) -> Tensor | None:
-        if not needs.layer_ids:
-            return None
-        return torch.stack([self._captured[layer] for layer in needs.layer_ids], dim=2)
+    def _forward(self, needs: Needs, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        with self.capture(needs.layer_ids) as captured:
+            last: Tensor = self.decoder(**inputs).last_hidden_state
+        aux = [captured[layer] for layer in needs.layer_ids]
+        return last, torch.stack(aux, dim=2) if aux else None
 
     def _hook(self, index: int) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -242,12 +257,14 @@ def mask_id(mask_token: str | int | None, tokenizer: Any, vocab_size: int) -> in
         raise ConfigError("target.mask_token: missing, and the tokenizer has no mask, pad or eos token; name one")
     if isinstance(mask_token, int):
         if not 0 <= mask_token < vocab_size:
-            raise ConfigError(f"target.mask_token: id {mask_token} is not in the vocabulary; accepted: 0..{vocab_size - 1}")
+            raise ConfigError(
+                f"target.mask_token: id {mask_token} is not in the vocabulary; accepted: 0..{vocab_size - 1}"
+            )
         return mask_token
     found = tokenizer.get_vocab().get(mask_token)
-    if found is None:
+    if found is None or found >= vocab_size:
         raise ConfigError(
-            f"target.mask_token: '{mask_token}' is not in the tokenizer's vocabulary; name an unused special token, or an id"
+            f"target.mask_token: '{mask_token}' is not in the vocabulary; name an unused special token, or an id"
         )
     return int(found)
 

@@ -1,7 +1,7 @@
 # The matrix products between hidden states and vocabulary rows, and their gradients, for one chunk of rows.
 # In bfloat16 a logit near 20 is rounded by up to 0.06. So where the vocabulary rows are copied anyway (a reduced
 # vocabulary), the draft's bias and the target's log-sum-exp ride along as extra columns of the same product: it is
-# rounded once, and the logits that matter lie near zero.
+# rounded once, and the logits that matter lie near zero. A `Workspace` keeps what is the same in every step.
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from drafters.target import TargetHead
 
-__all__ = ["Chunk", "VocabProducts"]
+__all__ = ["Chunk", "VocabProducts", "Workspace"]
 
 # The offset takes two columns (its bfloat16 value and the rest); a multiple of 32 keeps the products fast.
 OFFSET_COLUMNS = 32
@@ -35,33 +35,47 @@ class VocabProducts:
     """
 
     def __init__(
-        self, head: "TargetHead", *, support_V: Tensor | None, bias_weight_VR: Tensor | None, dtype: torch.dtype
+        self, head: "TargetHead", *, support_V: Tensor | None, dtype: torch.dtype, workspace: "Workspace"
     ) -> None:
         self.scale = head.spec.logit_scale
         self.cap = head.spec.logit_softcap
         self.width = head.lm_head_VD.shape[1]
-        self.bias_weight_VR = None if bias_weight_VR is None else bias_weight_VR.detach().to(dtype)
+        self.workspace = workspace
+        self.bias_weight_VR: Tensor | None = None
         self.folded = support_V is not None and self.cap is None
+        self.at_bias = self.width + OFFSET_COLUMNS
         if support_V is None or self.cap is not None:
             self.weight_VK = head.rows(support_V).to(dtype)
             return
-        self.at_bias = self.width + OFFSET_COLUMNS
-        rank = 0 if bias_weight_VR is None else bias_weight_VR.shape[1]
-        self.weight_VK = head.lm_head_VD.new_empty(len(support_V), self.at_bias + rank, dtype=dtype)
+        self.weight_VK = head.lm_head_VD.new_zeros(len(support_V), self.at_bias, dtype=dtype)
         self.weight_VK[:, : self.width] = head.lm_head_VD.index_select(0, support_V)
-        self.weight_VK[:, self.width : self.at_bias] = 0.0
         self.weight_VK[:, self.width : self.width + 2] = 1.0
-        if self.bias_weight_VR is not None:
-            self.weight_VK[:, self.at_bias :] = self.bias_weight_VR
+
+    def set_bias(self, bias_weight_VR: Tensor | None) -> None:
+        """Use this W_2 from now on; its width must stay the same."""
+        if bias_weight_VR is None:
+            return
+        if not self.folded:
+            self.bias_weight_VR = bias_weight_VR.detach().to(self.weight_VK.dtype)
+            return
+        num_rows, columns = len(self.weight_VK), self.at_bias + bias_weight_VR.shape[1]
+        if self.weight_VK.shape[1] != columns:
+            wider_VK = self.weight_VK.new_empty(num_rows, columns)
+            wider_VK[:, : self.at_bias] = self.weight_VK[:, : self.at_bias]
+            self.weight_VK = wider_VK
+        self.bias_weight_VR = self.weight_VK[:, self.at_bias :]
+        self.bias_weight_VR.copy_(bias_weight_VR.detach())
 
     def multiply(self, hidden_ND: Tensor, *, bias_NR: Tensor | None = None, offset_N: Tensor | None = None) -> Chunk:
-        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2."""
+        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2. The next call overwrites them."""
         hidden_ND = (hidden_ND if self.scale == 1.0 else hidden_ND * self.scale).to(self.weight_VK.dtype)
+        raw_NV = self.workspace.buffer("raw", len(hidden_ND), len(self.weight_VK), like=hidden_ND)
         if not self.folded:
             bias_NV = None
             if bias_NR is not None and self.bias_weight_VR is not None:
                 bias_NV = torch.mm(bias_NR.to(self.weight_VK.dtype), self.bias_weight_VR.T)
-            return Chunk(raw_NV=torch.mm(hidden_ND, self.weight_VK.T), bias_NV=bias_NV, offset_N=offset_N)
+            torch.mm(hidden_ND, self.weight_VK.T, out=raw_NV)
+            return Chunk(raw_NV=raw_NV, bias_NV=bias_NV, offset_N=offset_N)
         num_columns = self.at_bias if bias_NR is None else self.weight_VK.shape[1]
         wide_NK = self.weight_VK.new_zeros(len(hidden_ND), num_columns)
         wide_NK[:, : self.width] = hidden_ND
@@ -71,7 +85,7 @@ class VocabProducts:
             wide_NK[:, self.width + 1] = high_N - offset_N
         if bias_NR is not None:
             wide_NK[:, self.at_bias :] = bias_NR
-        return Chunk(raw_NV=torch.mm(wide_NK, self.weight_VK[:, :num_columns].T))
+        return Chunk(raw_NV=torch.mm(wide_NK, self.weight_VK[:, :num_columns].T, out=raw_NV))
 
     def read(self, chunk: Chunk, rows: slice, out: Tensor) -> Tensor:
         """Float logits of some rows of the chunk, into `out`."""
@@ -106,3 +120,30 @@ class VocabProducts:
         if bias_NR is None:
             return hidden_ND, None, None
         return hidden_ND, factor_NR, torch.mm(bias_grad_NV.T, bias_NR.to(bias_grad_NV.dtype))
+
+
+class Workspace:
+    """What repeated calls share: gathered vocabulary rows and scratch tensors. Empty when copied or pickled."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+        self._products: VocabProducts | None = None
+        self._made_of: tuple[Tensor, Tensor | None, torch.dtype] | None = None
+
+    def __reduce__(self) -> tuple[type["Workspace"], tuple[()]]:
+        return Workspace, ()
+
+    def products(self, head: "TargetHead", support_V: Tensor | None, dtype: torch.dtype) -> VocabProducts:
+        """Products over `support_V`, made anew when the head, the support or the dtype is another."""
+        made_of = (head.lm_head_VD, support_V, dtype)
+        if self._products is None or self._made_of is None or any(map(lambda a, b: a is not b, made_of, self._made_of)):
+            self._products = VocabProducts(head, support_V=support_V, dtype=dtype, workspace=self)
+            self._made_of = made_of
+        return self._products
+
+    def buffer(self, name: str, rows: int, columns: int, *, like: Tensor) -> Tensor:
+        """Uninitialised [rows, columns] of the dtype and device of `like`; the next call of that name reuses it."""
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < rows * columns or flat.dtype != like.dtype or flat.device != like.device:
+            flat = self._flat[name] = like.new_empty(rows * columns)
+        return flat[: rows * columns].view(rows, columns)

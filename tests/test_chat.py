@@ -158,6 +158,13 @@ def test_answers_that_look_like_their_surroundings(answer):
     assert supervised(example, tokenizer) == [answer + "<|im_end|>"]
 
 
+def test_special_tokens_before_the_text_do_not_end_the_turn():
+    tokenizer = tiny_tokenizer("harmony")
+    tokenizer.chat_template = TEMPLATES["harmony"].replace("<|end|>", "")  # so that no token ends a turn
+    example = ChatEncoder(tokenizer, max_length=500).encode(TWO_TURNS)
+    assert supervised(example, tokenizer) == [text.removesuffix("<|end|>") for text in SUPERVISED["harmony"]]
+
+
 def test_system_and_tool_messages_pass_through():
     tokenizer = tiny_tokenizer("chatml")
     conversation = chat("Sky?", "Blue.", system="Speak.")

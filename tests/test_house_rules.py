@@ -20,7 +20,7 @@ TRUNK_IMPORTS = {
     "batches.py": {"lightning"},
     "cache.py": {"safetensors"},
     "cache_writer.py": {"safetensors"},
-    "chat.py": {"transformers"},
+    "chat.py": {"jinja2", "transformers"},
     "checkpoint.py": {"safetensors"},
     "config.py": {"omegaconf"},
     "decoding/report.py": {"matplotlib", "rich"},

@@ -157,17 +157,23 @@ def test_bad_input_is_named(target, copy, config, prompt, error, key):
         decode(target, CopyDrafter(copy, block_size=GAMMA), prompts_of([prompt]), config)
 
 
-# --- temperature 1: chi-square of whole sequences ---------------------------------------------------------------------
-# Vocabulary 5, sequences of 5 tokens (1 of prefill + one round of gamma = 3 and its bonus token, or more rounds), so
-# 3,125 outcomes; those expected fewer than 5 times are pooled. N = 20,000 sequences, alpha = 1e-3. Power: above 0.99 (asserted) when a
-# tenth of the sequences comes from the drafter instead of the target, 5 % of total variation.
+# Chi-square at temperature 1. Vocabulary 5, sequences of 5 tokens (one of prefill, then one round of gamma = 3 with its
+# bonus token, or more rounds), so 3,125 outcomes; those expected fewer than 5 times are pooled. N = 20,000 sequences,
+# alpha = 1e-3. Power: above 0.99 (asserted) when a tenth of the sequences comes from the drafter instead of the
+# target, which is 5 % of total variation.
 N, ALPHA, NUM_TOKENS, SMALL_V, SMALL_GAMMA = 20_000, 1e-3, 5, 5, 3
 PROMPT = torch.tensor([1, 3, 0, 4])
 
 
 @pytest.fixture(scope="module")
 def small():
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, bos_token_id=None, eos_token_id=None)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     return [sharp_target(vocab_size=SMALL_V, scale=12, noise=noise, **sizes) for noise in (0.0, 0.8)]
 
 

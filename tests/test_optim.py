@@ -76,8 +76,8 @@ def test_adamw_equals_its_formula():
     [
         ({"schedule": "step"}, "schedule: got 'step'; accepted: wsd, cosine, constant"),
         ({"precision": "fp16"}, "precision: got 'fp16'; accepted: bf16, float32"),
-        ({"minutes": 3.0}, "exactly one"),
-        ({"max_steps": None}, "exactly one"),
+        ({"minutes": 3.0}, "give one and set the other to null"),
+        ({"max_steps": None}, "give one and set the other to null"),
         ({"max_steps": None, "minutes": 3.0}, "warmup_steps: got 10; with `minutes` at least 25"),
         ({"ema_decay": 1.5}, "ema_decay: got 1.5"),
         ({"max_steps": 0}, "must be above 0"),
@@ -143,6 +143,6 @@ def test_a_budget_too_short_to_measure_says_so(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_in_its_warm_up_warns(tmp_path):
     module = DistillModule(toy(), ToyHead(), OptimConfig(max_steps=2, warmup_steps=5))
-    with pytest.warns(UserWarning, match="never reaches its peak"):
+    with pytest.warns(UserWarning, match="never reaches lr"):
         toy_trainer(tmp_path, callbacks=[StepBudget()]).fit(module, ToyData())
     assert module.trainer.global_step == 2

@@ -213,7 +213,7 @@ def test_split_by_conversation(tmp_path):
         ("a.jsonl", b'{"turns": ["a"]}\n["b"]\n', "a.jsonl' line 2: expected a JSON object, got list"),
         ("a.jsonl", b'{"turns": ["\xff"]}\n', "a.jsonl' line 1: malformed JSON"),
         ("a.json", b'[{"turns": ["a"]},\n{"turns": ["b"}]', "a.json' line 2: malformed JSON"),
-        ("a.json", b'[{"turns": ["a"]}, 3]', "a.json' cannot be read as json: its element 2 is not an object"),
+        ("a.json", b'[{"turns": ["a"]}, 3]', "a.json' element 2: expected a JSON object"),
         ("a.jsonl.gz", gzip.compress(b'{"turns": ["a"]}\n' * 9)[:-9], "cannot be read as json: Compressed file ended"),
         ("a.jsonl.gz", b'{"turns": ["a"]}\n', "cannot be read as json: Not a gzipped file"),
         ("a.parquet", b"nope", "a.parquet' cannot be read as parquet"),

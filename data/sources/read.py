@@ -7,9 +7,11 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import datasets
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 
@@ -30,6 +32,8 @@ _FORMATS = {
 }
 _SHUFFLE_BUFFER = 10_000
 
+# Reading a local file must not call the hub, to count downloads, and wait for its time-out where there is no network.
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
 # The library logs a damaged file before it raises; our error says it once.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
@@ -59,10 +63,10 @@ def file_rows(path: Path) -> Iterator[Row]:
             return
         yield from rows
     except (DatasetsError, EOFError, OSError, ValueError) as error:
-        reason = (
-            _bad_line(path, error) if kind == "json" else None
-        ) or f"cannot be read as {kind}: {_first_line(error)}"
-        raise DataError(f"source.path: '{path}' {reason}") from error
+        bad_line = _bad_line(path, error) if kind == "json" else None
+        raise DataError(
+            f"source.path: '{path}' {bad_line or f'cannot be read as {kind}: {_first_line(error)}'}"
+        ) from error
 
 
 def hub_rows(config: SourceConfig) -> Dataset | IterableDataset:
@@ -110,8 +114,8 @@ def _format(path: Path) -> str:
     raise DataError(f"source.path: unknown format of '{path}'; accepted: {', '.join(_FORMATS)}")
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _open(path: Path) -> gzip.GzipFile | BufferedReader:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _holds_array(path: Path) -> bool:
@@ -126,7 +130,7 @@ def _array_rows(path: Path) -> list[Row]:
         rows = json.load(file)
     wrong = [number for number, row in enumerate(rows, start=1) if not isinstance(row, dict)]
     if wrong:
-        raise ValueError(f"its element {wrong[0]} is not an object")
+        raise DataError(f"source.path: '{path}' element {wrong[0]}: expected a JSON object")
     return rows
 
 

@@ -2,41 +2,63 @@
 # of several tokens is cheap here because single steps are wasteful, so that a leaner engine would gain less.
 
 import time
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
 
 __all__ = ["dispatch_share"]
 
-# CPU operators whose own time is arithmetic and weight traffic. Elementwise operators on one token are not listed:
-# they move a few kilobytes, and what they take is their dispatch.
 ARITHMETIC = {
-    "aten::addmm",
-    "aten::baddbmm",
-    "aten::bmm",
-    "aten::mm",
-    "aten::mv",
-    "aten::_grouped_mm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_flash_attention_forward",
+    functional.linear,
+    functional.scaled_dot_product_attention,
+    torch.addmm,
+    torch.baddbmm,
+    torch.bmm,
+    torch.matmul,
+    Tensor.__matmul__,
+    Tensor.bmm,
+    Tensor.matmul,
 }
+
+
+class _Stopwatch(TorchFunctionMode):
+    """Adds up the seconds inside matrix products and attention."""
+
+    seconds = 0.0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func not in ARITHMETIC:
+            return func(*args, **(kwargs or {}))
+        started = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - started
+        return result
 
 
 def dispatch_share(target: "FrozenTarget", prompt: Tensor, *, num_steps: int = 16) -> float:
     """1 - (kernel seconds / wall seconds) of single-token steps after `prompt` [T], between 0 and 1.
 
-    Wall seconds: median step without the profiler. Kernel seconds: under torch.profiler, a step's self time in matrix
-    products and attention on a CPU, of all device kernels on a GPU. The rest is Python, dispatch, launch and small
-    elementwise operators. Machine noise between the two runs moves the value by a few hundredths.
+    Wall seconds: median plain step. Kernel seconds, on a CPU: median over other steps, taking turns, of the time
+    inside matrix products and attention (what those calls dispatch themselves counts as arithmetic, so the share is a
+    lower bound by some hundredths); on a GPU: all device kernels under torch.profiler. The rest is Python, dispatch,
+    launch and small elementwise operators, whose arithmetic on one token is nothing beside their dispatch.
     """
-    on_gpu = target.device.type == "cuda"
     token_B1 = prompt[-1:].to(target.device)[None]
+    wall_s, kernel_s = [], []
     with torch.inference_mode():
         cache = target.new_cache(1)
         target.step(prompt.to(target.device)[None], cache, logits="none")
@@ -47,14 +69,19 @@ def dispatch_share(target: "FrozenTarget", prompt: Tensor, *, num_steps: int = 1
             return time.perf_counter() - started
 
         step()
-        wall_s = median(step() for _ in range(num_steps))
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=activities, acc_events=True) as profiler:
-            for _ in range(num_steps):
-                step()
-    events = profiler.key_averages()
-    if on_gpu:
-        kernels_us = sum(event.self_device_time_total for event in events)
-    else:
-        kernels_us = sum(event.self_cpu_time_total for event in events if event.key in ARITHMETIC)
-    return min(max(1 - kernels_us / 1e6 / num_steps / wall_s, 0.0), 1.0)
+        for _ in range(num_steps):
+            wall_s.append(step())
+            if target.device.type == "cpu":
+                with _Stopwatch() as watch:
+                    step()
+                kernel_s.append(watch.seconds)
+        if target.device.type != "cpu":
+            kernel_s.append(_device_seconds(step, num_steps))
+    return min(max(1 - median(kernel_s) / median(wall_s), 0.0), 1.0)
+
+
+def _device_seconds(step: Callable[[], float], num_steps: int) -> float:
+    with torch.profiler.profile() as profiler:
+        for _ in range(num_steps):
+            step()
+    return float(sum(event.self_device_time_total for event in profiler.key_averages())) / 1e6 / num_steps

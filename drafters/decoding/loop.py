@@ -38,7 +38,8 @@ class DecodeConfig:
 
 class Round(NamedTuple):
     """One round of one row. `gained` tokens entered the text: `accepted` + 1, or fewer when a stop token or the token
-    limit cut the row. `full`: nothing was cut, and the loop had not shortened the draft because the limit was near."""
+    limit cut the row. `full`: the whole draft and the bonus token would have fitted under the limit, and no stop token
+    cut it. Only full rounds count for acceptance."""
 
     proposed: int
     accepted: int
@@ -233,7 +234,7 @@ class _Batch:
         self.seen_B = self.seen_B + kept_B
         if length:
             self.cache.rollback(self.seen_B)
-        self._record(proposed, accepted_B, tokens_BS, length == asked, on_round)
+        self._record(proposed, accepted_B, tokens_BS, asked, on_round)
         overhead_s += self.clock.lap()
         self._extend(tokens_BS, kept_B, out)
         draft_s += self.clock.lap()
@@ -248,16 +249,18 @@ class _Batch:
         return self.session.propose(length, self.config.sampling, self.generator)
 
     def _record(
-        self, proposed: list[int], accepted_B: Tensor, tokens_BS: Tensor, full: bool, on_round: OnRound | None
+        self, proposed: list[int], accepted_B: Tensor, tokens_BS: Tensor, asked: int, on_round: OnRound | None
     ) -> None:
         """Write the round into each row's text and history."""
         for b, (accepted, drafted, bonus) in enumerate(
             zip(accepted_B.tolist(), tokens_BS.tolist(), self.anchor_B.tolist(), strict=True)
         ):
             row = self.live[b]
+            # Before the outcome is known: whether this round would fit must not depend on how it went.
+            fits = asked < self.config.max_new_tokens - len(row.tokens)
             tokens = [*drafted[1 : 1 + accepted], bonus]
             gained = self._append(row, tokens)
-            row.rounds.append(Round(proposed[b], accepted, gained, full and gained == len(tokens)))
+            row.rounds.append(Round(proposed[b], accepted, gained, fits and gained == len(tokens)))
             if on_round is not None:
                 on_round(row.prompt, row.rounds[-1], tokens[:gained])
 

@@ -1,9 +1,9 @@
-# One measurement of a drafter by real decoding: acceptance at the full block, then what drafts and passes cost here,
-# then the draft length that these make best, then the speed of both loops at it, interleaved so that a machine that
-# slows down slows both.
+# One measurement of a drafter, by real target passes. First acceptance at the full block, then what drafts and passes
+# cost here, then the draft length that these make best, then the speed of both loops at it, interleaved so that a
+# machine that slows down slows both.
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -246,25 +246,27 @@ def _acceptance_part(runs: list[_Run], block_size: int, seed: int) -> dict[str, 
 def _speed_part(pairs: list[tuple[_Run, _Run]], length: int) -> dict[str, Any]:
     drafted, plain = [d for d, _ in pairs], [p for _, p in pairs]
     costs = _costs(*([cost for run in side for cost in run.timings.rounds] for side in (drafted, plain)))
-    speeds = _speeds(pairs)
-    seconds = [sum(run.timings.prefill_s + run.timings.decode_s for run in side) for side in (drafted, plain)]
-    rates = [
-        sum(len(row.tokens) for run in side for row in run.rows) / s
-        for side, s in zip((drafted, plain), seconds, strict=True)
+    totals = [
+        _rate(
+            sum(len(row.tokens) for run in side for row in run.rows),
+            sum(run.timings.prefill_s + run.timings.decode_s for run in side),
+        )
+        for side in (drafted, plain)
     ]
     nan = float("nan")
     return {
         "draft_length": length,
         "accepted_length_at_draft_length": metrics.accepted_length(r for run in drafted for r in run.rounds),
-        **speeds,
-        "end_to_end_speedup": rates[0] / rates[1],
+        **_speeds(pairs),
+        "end_to_end_speedup": _rate(*totals),
         "draft_ms": 1e3 * costs.draft_s.get(length, nan),
         "verify_ms": 1e3 * costs.verify_s.get(length, nan),
         "overhead_ms": 1e3 * costs.overhead_s.get(length, nan),
         "baseline_step_ms": 1e3 * costs.step_s,
         "verify_to_step": costs.verify_s.get(length, nan) / costs.step_s,
-        "overhead_share": sum(run.timings.overhead_s for run in drafted)
-        / max(sum(run.timings.decode_s for run in drafted), 1e-12),
+        "overhead_share": _rate(
+            sum(run.timings.overhead_s for run in drafted), sum(run.timings.decode_s for run in drafted)
+        ),
     }
 
 
@@ -275,15 +277,15 @@ def _costs(drafted: list[RoundCost], plain: list[RoundCost]) -> metrics.Costs:
 
 
 def _speeds(pairs: list[tuple[_Run, _Run]]) -> dict[str, float]:
-    rates = [
-        sum(run.num_tokens for run in side) / max(sum(run.timings.decode_s for run in side), 1e-12)
-        for side in zip(*pairs, strict=True)
-    ]
-    return {
-        "tokens_per_second": rates[0],
-        "baseline_tokens_per_second": rates[1],
-        "speedup": rates[0] / rates[1] if rates[1] else float("nan"),
-    }
+    drafted, plain = (
+        _rate(sum(run.num_tokens for run in side), sum(run.timings.decode_s for run in side))
+        for side in ([d for d, _ in pairs], [p for _, p in pairs])
+    )
+    return {"tokens_per_second": drafted, "baseline_tokens_per_second": plain, "speedup": _rate(drafted, plain)}
+
+
+def _rate(amount: float, per: float) -> float:
+    return amount / per if per else float("nan")
 
 
 def _by_source(
@@ -293,9 +295,8 @@ def _by_source(
     for source in dict.fromkeys(run.batch.source for run in acceptance):
         part = _acceptance_part([run for run in acceptance if run.batch.source == source], block_size, seed)
         pairs = [pair for pair in speed if pair[0].batch.source == source]
-        nothing = dict.fromkeys(("tokens_per_second", "baseline_tokens_per_second", "speedup"), float("nan"))
-        kept = ("accepted_length", "accepted_length_ci95", "acceptance_by_position", "prompts", "rounds", "tokens")
-        result[source] = SourceReport(**{k: part[k] for k in kept}, **(_speeds(pairs) if pairs else nothing))
+        values = {**part, **_speeds(pairs)}
+        result[source] = SourceReport(**{f.name: values[f.name] for f in fields(SourceReport)})
     return result
 
 

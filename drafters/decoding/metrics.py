@@ -27,8 +27,8 @@ __all__ = [
 
 
 def full_rounds(rounds: Iterable[Round]) -> list[Round]:
-    """The rounds that acceptance is counted on: not cut by a stop token or the token limit, and not drafted shorter
-    because the limit was near. A cut round says where the text ended, not what the drafter can do."""
+    """The rounds that acceptance is counted on: those that the token limit left room for, whatever their outcome, and
+    that no accepted stop token cut. A cut round says where the text ended, not what the drafter can do."""
     return [r for r in rounds if r.full]
 
 

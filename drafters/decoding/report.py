@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drafters import __version__
 from drafters.errors import DataError
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def with_versions(provenance: Mapping[str, Any], target: "FrozenTarget") -> dict
         "dtype": target.spec.dtype,
         "versions": {
             "python": platform.python_version(),
+            "drafters": __version__,
             **{name: version(name) for name in ("torch", "transformers")},
         },
     }
@@ -220,15 +222,16 @@ def _sections(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
         ["all up to here stood", *(f"{a:.2f}" for a in r.survival_by_position)],
     ]
     costs = [
-        [str(c.length), f"{c.draft_ms:.1f}", f"{c.verify_ms:.1f}", f"{c.overhead_ms:.1f}", f"{c.accepted_length:.2f}"]
-        + [f"{c.single_steps_ms:.1f}", f"{c.predicted_speedup:.2f}x"]
+        [str(c.length), *(f"{ms:.1f}" for ms in (c.draft_ms, c.verify_ms, c.overhead_ms)), f"{c.accepted_length:.2f}"]
         for c in r.costs
     ]
-    sources = [
-        [name, str(s.prompts), f"{s.accepted_length:.2f}", "[{:.2f}, {:.2f}]".format(*s.accepted_length_ci95)]
-        + [f"{s.tokens_per_second:.1f}", f"{s.baseline_tokens_per_second:.1f}", f"{s.speedup:.2f}x"]
-        for name, s in r.by_source.items()
-    ]
+    for row, c in zip(costs, r.costs, strict=True):
+        row += [f"{c.single_steps_ms:.1f}", f"{c.predicted_speedup:.2f}x"]
+    sources = []
+    for name, s in r.by_source.items():
+        interval = "[{:.2f}, {:.2f}]".format(*s.accepted_length_ci95)
+        rates = [f"{rate:.1f}" for rate in (s.tokens_per_second, s.baseline_tokens_per_second)]
+        sources.append([name, str(s.prompts), f"{s.accepted_length:.2f}", interval, *rates, f"{s.speedup:.2f}x"])
     cost_header = ["drafts", "draft ms", "verify ms", "loop ms", "tokens", "single steps ms", "speed-up"]
     source_header = ["source", "prompts", "accepted length", "95 %", "tokens/s", "baseline", "speed-up"]
     return [
@@ -276,17 +279,11 @@ def draw_acceptance(report: Report) -> "Figure":
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     positions = list(range(1, report.block_size + 1))
-    left.plot(positions, report.acceptance_by_position, color=blue, marker="o", lw=2)
-    left.plot(positions, report.survival_by_position, color=grey, marker="o", lw=2)
-    ends = (
-        (report.acceptance_by_position, blue, "given all before stood"),
-        (report.survival_by_position, grey, "all stood"),
-    )
-    for values, color, label in ends:
-        known = [(k, v) for k, v in zip(positions, values, strict=True) if not math.isnan(v)]
-        if known:
-            left.annotate(label, known[-1], (0, 8), textcoords="offset points", color=color, ha="right", fontsize=9)
-    left.set(xlabel="draft position", ylim=(0, 1), xlim=(0.6, report.block_size + 0.4))
+    known, reached = "draft k, when all before it stood", "all of drafts 1 to k"
+    left.plot(positions, report.acceptance_by_position, color=blue, marker="o", lw=2, label=known)
+    left.plot(positions, report.survival_by_position, color=grey, marker="o", lw=2, label=reached)
+    left.legend(frameon=False, loc="upper right", fontsize=9)
+    left.set(xlabel="draft position k", ylim=(0, 1.02), xlim=(0.6, report.block_size + 0.4))
     left.set_title("Acceptance by position", loc="left", fontsize=11)
     counts = range(report.block_size + 1)
     shares = [n / max(report.rounds, 1) for n in report.accepted_histogram]

@@ -2,13 +2,16 @@
 # parts are functions and small modules. A drafter that cannot be trained implements `session` alone.
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Generator, Tensor, nn
 
 from drafters.types import Batch, Losses, Needs, Proposal, Sampling
 
 if TYPE_CHECKING:
+    from drafters.heads.start import Start
+    from drafters.spec import TargetSpec
     from drafters.target import FrozenTarget, TargetHead
 
 __all__ = ["Drafter", "Session"]
@@ -38,10 +41,25 @@ class Session(ABC):
 
 
 class Drafter(nn.Module, ABC):
-    """A draft head on a frozen target. Subclasses carry a nested keyword-only dataclass `Config` and are built as
-    `Cls(config, spec)`: all sizes come from the target's `spec`."""
+    """A draft head on a frozen target. Subclasses carry a nested keyword-only dataclass `Config` (with a `name`) and are
+    built as `Cls(config, spec)`: all sizes come from the target's `spec`. One that needs more than that to be built
+    (a draft vocabulary, a warm start) overrides `create` and `from_tensors`."""
 
+    Config: type
     config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def create(cls, config: Any, spec: "TargetSpec", start: "Start") -> Self:
+        """A new drafter to train; `start` offers what it may begin from."""
+        return cls(config, spec)
+
+    @classmethod
+    def from_tensors(cls, config: Any, spec: "TargetSpec", tensors: Mapping[str, Tensor]) -> Self:
+        """A drafter of the shape of stored `tensors`, which the caller loads into it."""
+        return cls(config, spec)
 
     @property
     @abstractmethod

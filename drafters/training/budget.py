@@ -1,6 +1,9 @@
 # How long a run lasts. A Stopwatch counts seconds of training proper; StepBudget turns minutes into steps once, from
 # measured speed, so that the learning-rate schedule knows its end and a resumed run ends where it would have.
 
+# mypy: disable-error-code="override"
+# Lightning's hooks name LightningModule; these callbacks serve DistillModule alone.
+
 import logging
 import time
 import warnings
@@ -77,7 +80,7 @@ class StepBudget(Callback):
         _limit(trainer, total)
         if total is not None and warmup >= total:
             warnings.warn(
-                f"optim.warmup_steps: {warmup} warm-up steps in a run of {total}; the learning rate never reaches its peak",
+                f"optim.warmup_steps: {warmup} warm-up steps in a run of {total}; the learning rate never reaches lr",
                 stacklevel=2,
             )
 

@@ -1,6 +1,9 @@
 # What watches a run: real decoding beside the teacher-forced numbers, a table of what is trained, progress with an
 # estimate, and the proof that the target did not move. `build_callbacks` puts all of a run's callbacks together.
 
+# mypy: disable-error-code="override"
+# Lightning's hooks name LightningModule; these callbacks serve DistillModule alone.
+
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -210,8 +213,8 @@ def build_callbacks(
     if probe is not None and config.probe_every_n_steps is not None:
         callbacks.append(AcceptanceProbe(probe, every_n_steps=config.probe_every_n_steps))
     callbacks.append(SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance))
-    last = {"every_n_steps": config.save_every_n_steps, "every_minutes": config.save_every_minutes}
-    callbacks.append(LastCheckpoint(run / "checkpoints", **last))
+    steps, minutes = config.save_every_n_steps, config.save_every_minutes
+    callbacks.append(LastCheckpoint(run / "checkpoints", every_n_steps=steps, every_minutes=minutes))
     return callbacks
 
 

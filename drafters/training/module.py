@@ -50,7 +50,7 @@ class DistillModule(LightningModule):
         super().__init__()
         self.drafter = drafter.float()  # master weights; products run in `optim.precision`
         if not any(p.requires_grad for p in drafter.parameters()):
-            raise ConfigError(f"drafter: {type(drafter).__name__} has no trainable parameter; there is nothing to train")
+            raise ConfigError(f"drafter: {type(drafter).__name__} has no trainable parameter; choose another drafter")
         self.optim = optim
         self.total_steps = optim.max_steps
         self.positions = 0
@@ -59,7 +59,7 @@ class DistillModule(LightningModule):
         self.agreed = dict.fromkeys(REQUESTS, False)
         self._target = _Outside(target_head)
         self._window = Window()
-        self._validation: dict[str, tuple[Tensor, Tensor]] = {}
+        self._validation: dict[str, Tensor] = {}  # [2] or [2, G]: sums, counts
 
     @property
     def target_head(self) -> "TargetHead":
@@ -121,7 +121,7 @@ class DistillModule(LightningModule):
         pairs |= {name: (term, losses.count) for name, term in losses.terms.items()}
         for name, pair in (pairs | dict(losses.metrics)).items():
             new = torch.stack([part.detach().double() for part in pair])
-            self._validation[name] = self._validation.get(name, 0) + new
+            self._validation[name] = self._validation[name] + new if name in self._validation else new
 
     def on_validation_epoch_end(self) -> None:
         total = {name: self._reduce(pair) for name, pair in sorted(self._validation.items())}
@@ -160,7 +160,7 @@ class DistillModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         if STATE_KEY not in checkpoint:
-            raise CheckpointError(f"resume: the checkpoint has no '{STATE_KEY}' entry; it was not written by this trainer")
+            raise CheckpointError(f"resume: the checkpoint has no '{STATE_KEY}' entry: not written by this trainer")
         state = checkpoint[STATE_KEY]
         self.positions = state["positions"]
         self.clock.reset(state["seconds"])
@@ -197,7 +197,7 @@ class DistillModule(LightningModule):
             where = f"gradient of drafter.{bad[0]}" if bad else None
         if where is None:
             return ConfigError(f"step {step}: a loss or gradient on another rank is not finite; that rank says which")
-        text = f"step {step}, samples {list(samples)}: {where} is not finite (nan or inf); the weights were not changed. "
+        text = f"step {step}, samples {list(samples)}: {where} is not finite; the weights were not changed. "
         if where.startswith("batch."):
             return DataError(text + "The cached target states are damaged: capture them again")
         return ConfigError(text + f"optim.lr: got {self.optim.lr}; try a lower one, or a longer optim.warmup_steps")

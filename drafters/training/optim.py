@@ -48,7 +48,7 @@ class OptimConfig:
         )
         _require(
             (self.max_steps is None) != (self.minutes is None),
-            f"max_steps: got {self.max_steps} with minutes={self.minutes}; give exactly one of the two",
+            f"max_steps: got {self.max_steps} with minutes={self.minutes}; give one and set the other to null",
         )
         _require(self.max_steps is None or self.max_steps > 0, f"max_steps: got {self.max_steps}; must be above 0")
         _require(self.minutes is None or self.minutes > 0, f"minutes: got {self.minutes}; must be above 0")
@@ -79,7 +79,8 @@ def schedule_factor(step: int, total_steps: int | None, config: OptimConfig) -> 
 def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict]:
     """Trainable parameters in two groups: matrices decay; norms, biases and embeddings do not."""
     embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings

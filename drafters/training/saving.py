@@ -2,6 +2,9 @@
 # that a killed run finds the last good one. A signal is answered at the end of a step, never inside one: half an
 # optimizer step cannot be resumed from.
 
+# mypy: disable-error-code="override"
+# Lightning's hooks name LightningModule; these callbacks serve DistillModule alone.
+
 import logging
 import math
 import signal
@@ -39,7 +42,7 @@ class TrainingInterrupted(Exception):
 @contextmanager
 def averaged_weights(trainer: Trainer, module: "DistillModule") -> Iterator[None]:
     """Inside, `module` holds the averaged weights, if the run averages; afterwards its own again, bit for bit."""
-    averagers = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]
+    averagers = [callback for callback in _callbacks(trainer) if isinstance(callback, WeightAveraging)]
     for callback in averagers:
         callback.on_validation_epoch_start(trainer, module)
     try:
@@ -49,9 +52,14 @@ def averaged_weights(trainer: Trainer, module: "DistillModule") -> Iterator[None
             callback.on_validation_epoch_end(trainer, module)
 
 
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+
+
 class LastCheckpoint(Checkpoint):
     """Keeps `folder/last.ckpt`: every `every_n_steps` optimizer steps, every `every_minutes`, at the end, and at Ctrl-C
-    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving.
+    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving. A validation
+    that is due at a saved step still runs, and the step is saved again with its outcome.
 
     Lightning runs Checkpoint callbacks last, so the state of all others is the step's own.
     """
@@ -59,19 +67,22 @@ class LastCheckpoint(Checkpoint):
     def __init__(self, folder: Path | str, *, every_n_steps: int = 500, every_minutes: float = 5.0) -> None:
         self.path = Path(folder) / "last.ckpt"
         self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
-        self._step = 0
+        self._step = self._saved_step = 0
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._step, self._saved_at = trainer.global_step, time.monotonic()
-        pl_module.requests = dict.fromkeys(pl_module.requests, False)
+        for wishes in (pl_module.requests, pl_module.agreed):
+            wishes.update(dict.fromkeys(wishes, False))
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             for number in self._handlers:
                 signal.signal(number, lambda number, frame: self._on_signal(number, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: "DistillModule", batch: Any, batch_idx: int) -> None:
+        if pl_module.agreed["stop"]:
+            raise TrainingInterrupted(trainer.global_step, self.path)
         # Only the first rank's clock counts; the others learn of it in the step's own reduction.
         if trainer.is_global_zero and time.monotonic() - self._saved_at > self.every_minutes * 60:
             pl_module.requests["save"] = True
@@ -86,8 +97,10 @@ class LastCheckpoint(Checkpoint):
         agreed = pl_module.agreed
         if agreed["stop"] or agreed["save"] or step % self.every_n_steps == 0 or step == pl_module.total_steps:
             self.save(trainer, pl_module)
-        if agreed["stop"]:
-            raise TrainingInterrupted(step, self.path)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self._saved_step == trainer.global_step > 0:
+            self.save(trainer, pl_module)
 
     def save(self, trainer: Trainer, module: "DistillModule") -> None:
         """Writes the checkpoint now; called on all ranks. Raises CheckpointError when the disk does not take it."""
@@ -103,7 +116,7 @@ class LastCheckpoint(Checkpoint):
                 temp.unlink(missing_ok=True)
                 raise write_error(self.path, error) from error
             trainer.strategy.barrier()
-        self._saved_at = time.monotonic()
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._restore_handlers()

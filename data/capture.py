@@ -1,0 +1,124 @@
+# Door: keeps the target's hidden states for the conversations of a source. Killed at any moment, the same command goes
+# on where it was; finished, it says where the states are. train.py calls the same functions.
+#
+#     python -m data.capture source=jsonl source.path=FILE
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from data.sources import SourceConfig
+    from drafters.cache import HiddenCache
+    from drafters.cache_writer import CaptureConfig, Estimate
+    from drafters.chat import ChatEncoder, EncodeReport
+    from drafters.target import FrozenTarget
+    from drafters.types import Example
+
+__all__ = ["CaptureBar", "capture_states", "encode_splits"]
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+
+
+def encode_splits(
+    source: "SourceConfig", encoder: "ChatEncoder", *, validation: float, seed: int
+) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
+    """Examples and reports of the splits `train` and `validation` of a source. Raises DataError when one of them has
+    conversations but no supervised token."""
+    from data.sources import load_splits
+    from drafters.chat import EncodeReport, encode_all
+
+    parts = load_splits(source, validation=validation, seed=seed)
+    splits: dict[str, list[Example]] = {}
+    reports: dict[str, EncodeReport] = {}
+    for name, conversations in zip(("train", "validation"), parts, strict=True):
+        reports[name] = EncodeReport()
+        splits[name] = encode_all(conversations, encoder, report=reports[name]) if conversations else []
+    return splits, reports
+
+
+def capture_states(
+    target: "FrozenTarget",
+    splits: Mapping[str, Sequence["Example"]],
+    config: "CaptureConfig",
+    *,
+    encoder: "ChatEncoder",
+) -> "HiddenCache":
+    """The cache of these examples under this target, captured now as far as it is not there yet, with a progress bar
+    on stderr. Raises what `drafters.cache_writer.capture` raises."""
+    from drafters.cache import CacheKey
+    from drafters.cache_writer import cache_folder, capture
+
+    key = CacheKey.of(
+        target.spec,
+        [example for split in splits.values() for example in split],
+        template_hash=encoder.template_hash,
+        max_length=encoder.max_length,
+        codec=config.codec,
+    )
+    with CaptureBar() as watcher:
+        return capture(target, splits, cache_folder(config, key), key=key, config=config, watcher=watcher)
+
+
+class CaptureBar:
+    """Says what a capture will cost, then shows a bar; silent when there is nothing to capture."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._bar: Any = None
+
+    def __enter__(self) -> "CaptureBar":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def begin(self, estimate: "Estimate") -> None:
+        from drafters.door import progress_bar
+
+        sys.stderr.write(
+            f"capture: {estimate.num_samples:,} conversations, {estimate.num_tokens:,} tokens -> {estimate.folder}; "
+            f"{estimate.num_bytes / 1e9:.2f} GB ({estimate.free_bytes / 1e9:.0f} GB free), "
+            f"about {max(1, round(estimate.seconds / 60))} min\n"
+        )
+        self._bar = self._open.enter_context(progress_bar("capture", unit="tokens/s"))
+
+    def advance(self, done: int, total: int, tokens: int) -> None:
+        self._bar(done, total, tokens)
+
+
+def run(cfg: DictConfig) -> None:
+    """Load the target, encode the source, capture, and say what there is."""
+    from drafters.cache_writer import CaptureConfig
+    from drafters.chat import ChatEncoder
+    from drafters.config import build_config, to_plain, typed
+    from drafters.door import load_target
+
+    config = typed(CaptureConfig, cfg.cache, key="cache")
+    _, source = build_config(cfg.source, key="source")
+    target = load_target(to_plain(cfg.target), device=cfg.device)
+    encoder = ChatEncoder(
+        target.tokenizer, max_length=cfg.data.max_length, template_kwargs=to_plain(cfg.data.template_kwargs)
+    )
+    splits, reports = encode_splits(source, encoder, validation=cfg.data.validation, seed=cfg.data.seed)
+    for name, report in reports.items():
+        print(f"{name}: {report.summary()}")
+    cache = capture_states(target, splits, config, encoder=encoder)
+    print(f"states of {len(cache):,} conversations, layers {list(cache.layer_ids)}: {cache.folder}")
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="capture")
+def main(cfg: DictConfig) -> None:
+    from drafters.door import door
+
+    with door():
+        run(cfg)
+
+
+if __name__ == "__main__":
+    main()

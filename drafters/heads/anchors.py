@@ -1,0 +1,57 @@
+# Where blocks are drafted in training: anchors are drawn per conversation, so that short ones are not starved, and
+# each block's labels are the supervised tokens that follow without a gap.
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.types import Batch
+
+__all__ = ["Anchors", "sample_anchors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """A anchors over all conversations, ordered by conversation, then by position.
+
+    `tokens_AG` holds x_0 (the anchor) to x_{G-1}: the input token of the sequential head at each slot;
+    `labels_AG` holds x_1 to x_G, `counted_AG` whether label k belongs to the unbroken supervised run after the
+    anchor, and `states_AG` the flat index [B * T] of the target state that predicts it.
+    """
+
+    rows_A: Tensor
+    positions_A: Tensor
+    tokens_AG: Tensor
+    labels_AG: Tensor
+    counted_AG: Tensor
+    states_AG: Tensor
+
+
+def sample_anchors(batch: Batch, *, num_anchors: int, block_size: int) -> Anchors:
+    """Up to `num_anchors` anchors of each conversation, without replacement, by `batch.seed` alone.
+
+    A position can be an anchor when it and its next token are supervised (2607.05147).
+    """
+    mask_BT = batch.loss_mask_BT
+    width = mask_BT.shape[1]
+    valid_BT = torch.zeros_like(mask_BT)
+    valid_BT[:, :-1] = mask_BT[:, :-1] & mask_BT[:, 1:]
+    generator = torch.Generator().manual_seed(batch.seed % 2**63)
+    keys_BT = torch.rand(mask_BT.shape, generator=generator).to(mask_BT.device)
+    keys_BT = keys_BT.masked_fill(~valid_BT, -1.0)
+    kept = min(num_anchors, width)
+    floor_B = keys_BT.topk(kept, dim=1).values[:, -1:]
+    rows_A, positions_A = ((keys_BT >= floor_B) & valid_BT).nonzero(as_tuple=True)
+    ahead_AG = positions_A[:, None] + torch.arange(1, block_size + 1, device=mask_BT.device)
+    inside_AG = ahead_AG < batch.lengths_B[rows_A][:, None]
+    safe_AG = ahead_AG.clamp(max=width - 1)
+    supervised_AG = mask_BT[rows_A[:, None], safe_AG] & inside_AG
+    return Anchors(
+        rows_A=rows_A,
+        positions_A=positions_A,
+        tokens_AG=batch.tokens_BT[rows_A[:, None], (ahead_AG - 1).clamp(max=width - 1)],
+        labels_AG=batch.tokens_BT[rows_A[:, None], safe_AG],
+        counted_AG=supervised_AG.cumprod(1).bool(),
+        states_AG=rows_A[:, None] * width + safe_AG - 1,
+    )

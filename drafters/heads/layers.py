@@ -1,0 +1,170 @@
+# Transformer pieces of our own draft layers (Qwen3 shape: RMSNorm, grouped-query attention with q/k norm, SwiGLU,
+# rotary, no biases; that is what every engine serves). Modules hold float32 parameters under the names engines know;
+# the computing is done by `LayerWeights`, cast and joined once per step in training and once per session in decoding,
+# so that both run the same code.
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.spec import TargetSpec
+
+__all__ = ["DraftLayer", "LayerWeights", "RMSNorm", "apply_rope", "compute_dtype", "rms_norm", "rope_table"]
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of products: that of the surrounding `torch.autocast`, float32 outside of one."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else torch.float32
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * gain over the last dim, in float32 or wider whatever the input; `gain` broadcasts."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain
+
+
+def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., H / 2] in float32 (float64 when `inv_freq` is)."""
+    angles = positions[..., None].to(inv_freq.dtype) * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, H] by tables [..., H / 2]; the halves of a head are its pairs, as in Llama and Qwen."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
+    """The rows of all `weights` in one matrix of `dtype`; one pass over each, forward and backward."""
+    joined: Tensor = _Join.apply(dtype, *weights)
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> Tensor:
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.dtype = weights[0].dtype
+        joined = weights[0].new_empty(sum(ctx.sizes), weights[0].shape[1], dtype=dtype)
+        for part, weight in zip(joined.split(ctx.sizes), weights, strict=True):
+            part.copy_(weight)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(part.to(ctx.dtype, copy=True) for part in grads[0].split(ctx.sizes))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a gain."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normed input, in float32 or wider."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class _Attention(nn.Module):
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        hidden, head_dim, eps = spec.hidden_size, spec.head_dim, spec.rms_norm_eps
+        self.q_proj = nn.Linear(hidden, spec.num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, spec.num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, spec.num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.num_heads * head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps=eps)
+        self.k_norm = RMSNorm(head_dim, eps=eps)
+
+
+class _MLP(nn.Module):
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+
+class DraftLayer(nn.Module):
+    """The parameters of one draft layer; `weights` makes them ready to compute with."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.self_attn = _Attention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.mlp = _MLP(spec)
+
+    def weights(self, dtype: torch.dtype) -> "LayerWeights":
+        """Cast and joined weights; differentiable, so gradients reach the parameters."""
+        attn, mlp, spec = self.self_attn, self.mlp, self.spec
+        return LayerWeights(
+            qkv=join(dtype, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
+            o=attn.o_proj.weight.to(dtype),
+            gate_up=join(dtype, mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=mlp.down_proj.weight.to(dtype),
+            input_gain=self.input_layernorm.weight,
+            mlp_gain=self.post_attention_layernorm.weight,
+            # The attention scale goes into the query gain.
+            q_gain=attn.q_norm.weight * spec.head_dim**-0.5,
+            k_gain=attn.k_norm.weight,
+            spec=spec,
+        )
+
+    def forward(self, *args: Any) -> Any:
+        """Not used: a block attends to its context and to itself, see `BlockDrafter`."""
+        raise NotImplementedError("DraftLayer holds parameters; compute with DraftLayer.weights(dtype)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """One layer's weights in the compute dtype, gains in float32. M rows, N query heads, K key/value heads."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_gain: Tensor
+    mlp_gain: Tensor
+    q_gain: Tensor
+    k_gain: Tensor
+    spec: TargetSpec
+
+    @property
+    def kv(self) -> Tensor:
+        """Rows of the joint projection that make keys and values."""
+        return self.qkv[self.spec.num_heads * self.spec.head_dim :]
+
+    def context(self, kv_MC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [M, K, H] of projected context rows (`context_MD @ kv.T`)."""
+        keys, values = kv_MC.unflatten(-1, (2, self.spec.num_kv_heads, self.spec.head_dim)).unbind(-3)
+        keys = rms_norm(keys, self.k_gain, self.spec.rms_norm_eps)
+        return apply_rope(keys, cos, sin).to(values.dtype), values
+
+    def project(self, x_MD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M, N, H] (scaled), keys and values [M, K, H] of block states."""
+        spec = self.spec
+        normed = rms_norm(x_MD, self.input_gain, spec.rms_norm_eps).to(self.qkv.dtype)
+        heads = F.linear(normed, self.qkv).unflatten(-1, (-1, spec.head_dim))
+        num_rotated = spec.num_heads + spec.num_kv_heads
+        gain = torch.cat((self.q_gain.expand(spec.num_heads, -1), self.k_gain.expand(spec.num_kv_heads, -1)))
+        rotated = rms_norm(heads[:, :num_rotated], gain, spec.rms_norm_eps)
+        rotated = apply_rope(rotated, cos, sin).to(self.qkv.dtype)
+        return rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
+
+    def finish(self, x_MD: Tensor, attended_MC: Tensor) -> Tensor:
+        """Residual stream after the output projection and the MLP."""
+        x_MD = x_MD + F.linear(attended_MC, self.o)
+        normed = rms_norm(x_MD, self.mlp_gain, self.spec.rms_norm_eps).to(self.down.dtype)
+        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
+        return x_MD + F.linear(F.silu(gate) * up, self.down)

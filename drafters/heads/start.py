@@ -1,0 +1,51 @@
+# What a new drafter may begin from: the target's weights, the training text, and a few of its states. Everything is
+# made only when a drafter asks for it.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from drafters.batches import StateSource, collate
+from drafters.types import Batch, Example, Needs
+
+if TYPE_CHECKING:
+    from drafters.target import FrozenTarget
+
+__all__ = ["Start"]
+
+SAMPLE_SIZE = 8  # conversations that scales are measured on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """`examples` are the training conversations, `states` where their states lie, at `indices`."""
+
+    target: "FrozenTarget"
+    examples: Sequence[Example]
+    states: StateSource
+    indices: Sequence[int]
+
+    def supervised_tokens(self) -> list[Tensor]:
+        """The tokens [n] of each conversation that a drafter will have to draft."""
+        return [example.tokens_T[example.loss_mask_T] for example in self.examples]
+
+    def supervised_pairs(self) -> Tensor:
+        """Pairs [P, 2] of a token and the supervised token after it."""
+        pairs = []
+        for example in self.examples:
+            both = torch.stack([example.tokens_T[:-1], example.tokens_T[1:]], dim=1)
+            pairs.append(both[example.loss_mask_T[1:]])
+        return torch.cat(pairs)
+
+    def sample(self, needs: Needs) -> Batch:
+        """A batch of a few training conversations, the same at every call."""
+        few = list(self.indices[:: max(1, len(self.indices) // SAMPLE_SIZE)][:SAMPLE_SIZE])
+        return collate(self.states.read(few, needs), layer_ids=needs.layer_ids, seed=0)
+
+    def target_tensors(self) -> Mapping[str, Tensor]:
+        """The target's weights by name."""
+        tensors: Mapping[str, Tensor] = self.target.model.state_dict()
+        return tensors

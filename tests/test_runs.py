@@ -1,0 +1,63 @@
+# A run's folder: claimed by one process, begun with one set of settings.
+
+import json
+import multiprocessing
+
+import pytest
+
+from drafters.errors import CheckpointError
+from drafters.runs import claim, open_run
+
+SETTINGS = {"drafter": {"num_layers": 2}, "optim": {"minutes": 1}, "logger": {"name": "csv"}}
+
+
+def hold(folder, ready, done):
+    with claim(folder, SETTINGS):
+        ready.set()
+        done.wait(20)
+
+
+def test_claim_writes_settings_and_finds_the_checkpoint(tmp_path):
+    with claim(tmp_path / "run", SETTINGS) as run:
+        assert run.checkpoint is None
+        (run.folder / "checkpoints").mkdir()
+        (run.folder / "checkpoints" / "last.ckpt").write_text("x")
+    with claim(tmp_path / "run", {**SETTINGS, "logger": {"name": "wandb"}}) as run:
+        assert run.checkpoint == run.folder / "checkpoints" / "last.ckpt"
+    assert open_run(tmp_path / "run")[1]["drafter"] == {"num_layers": 2}
+
+
+def test_other_settings_are_refused_by_name_and_allowed_by_resume(tmp_path):
+    with claim(tmp_path, SETTINGS):
+        pass
+    other = {**SETTINGS, "drafter": {"num_layers": 3}}
+    with pytest.raises(CheckpointError, match=r"drafter\.num_layers was 2, now 3.*name="), claim(tmp_path, other):
+        pass
+    with claim(tmp_path, other, resume=True):
+        pass
+    assert json.loads((tmp_path / ".hydra" / "settings.json").read_text()) == other
+
+
+def test_a_run_in_use_is_refused(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path, ready, done))
+    process.start()
+    assert ready.wait(20)
+    with pytest.raises(CheckpointError, match="in use by another process"), claim(tmp_path, SETTINGS):
+        pass
+    done.set()
+    process.join(20)
+    with claim(tmp_path, SETTINGS):
+        pass
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no folder .*train\.py"):
+        open_run(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="not a run of train.py"):
+        open_run(tmp_path)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "settings.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"), claim(tmp_path, SETTINGS):
+        pass
