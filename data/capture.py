@@ -13,12 +13,11 @@ import hydra
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from data.sources import SourceConfig
     from drafters.cache import HiddenCache
     from drafters.cache_writer import CaptureConfig, Estimate
     from drafters.chat import ChatEncoder, EncodeReport
     from drafters.target import FrozenTarget
-    from drafters.types import Example
+    from drafters.types import Conversation, Example
 
 __all__ = ["CaptureBar", "capture_states", "encode_splits"]
 
@@ -26,14 +25,12 @@ CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
 def encode_splits(
-    source: "SourceConfig", encoder: "ChatEncoder", *, validation: float, seed: int
+    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder"
 ) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
-    """Examples and reports of the splits `train` and `validation` of a source. Raises DataError when one of them has
-    conversations but no supervised token."""
-    from data.sources import load_splits
+    """Examples and reports of the splits `train` and `validation`, given as conversations. Raises DataError when one
+    of them has conversations but no supervised token."""
     from drafters.chat import EncodeReport, encode_all
 
-    parts = load_splits(source, validation=validation, seed=seed)
     splits: dict[str, list[Example]] = {}
     reports: dict[str, EncodeReport] = {}
     for name, conversations in zip(("train", "validation"), parts, strict=True):
@@ -94,18 +91,18 @@ class CaptureBar:
 
 def run(cfg: DictConfig) -> None:
     """Load the target, encode the source, capture, and say what there is."""
+    from data.sources import DataConfig, load_splits
     from drafters.cache_writer import CaptureConfig
     from drafters.chat import ChatEncoder
     from drafters.config import build_config, to_plain, typed
     from drafters.door import load_target
 
-    config = typed(CaptureConfig, cfg.cache, key="cache")
+    config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
     _, source = build_config(cfg.source, key="source")
+    parts = load_splits(source, validation=data.validation, seed=data.seed)
     target = load_target(to_plain(cfg.target), device=cfg.device)
-    encoder = ChatEncoder(
-        target.tokenizer, max_length=cfg.data.max_length, template_kwargs=to_plain(cfg.data.template_kwargs)
-    )
-    splits, reports = encode_splits(source, encoder, validation=cfg.data.validation, seed=cfg.data.seed)
+    encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
+    splits, reports = encode_splits(parts, encoder)
     for name, report in reports.items():
         print(f"{name}: {report.summary()}")
     cache = capture_states(target, splits, config, encoder=encoder)

@@ -23,7 +23,15 @@ from drafters.errors import CheckpointError, ConfigError
 from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
 
-__all__ = ["drafter_of_checkpoint", "load_drafter", "read_config", "replace_path", "save_drafter"]
+__all__ = [
+    "drafter_of_checkpoint",
+    "load_drafter",
+    "provenance",
+    "read_config",
+    "replace_path",
+    "save_drafter",
+    "write_error",
+]
 
 SCHEMA = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -102,7 +110,10 @@ def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: Tar
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"resume: {path} is damaged: {error}; remove it to start anew, or choose another name=") from error
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name="
+        ) from error
     prefix = "drafter."
     return cls.from_tensors(config, spec, {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
@@ -124,6 +135,13 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path}: no '{missing[0]}' section; the file is damaged")
     return config
+
+
+def provenance(folder: Path | str) -> dict[str, Any]:
+    """What a report says of the drafter in `folder`: its class, the hash of its weights, how it was trained."""
+    config = read_config(folder)
+    facts = {"class": config["drafter"]["_target_"], "sha256": config["weights"]["sha256"]}
+    return {**config["provenance"], **facts}
 
 
 def replace_path(temp: Path, final: Path) -> None:

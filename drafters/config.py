@@ -29,32 +29,34 @@ def locate(path: str, *, key: str = "_target_") -> Any:
 
 
 def typed(schema: type, node: Any, *, key: str) -> Any:
-    """An instance of the dataclass `schema` filled from `node` (mapping or DictConfig; `_target_` is left out).
+    """An instance of the dataclass `schema` filled from `node` (mapping or DictConfig; `_target_` is left out). `key` is
+    where the node stands, "" at the top.
 
     Lists become the tuples that annotations ask for, mappings the dataclasses. Raises ConfigError that names the
     dotted key for an unknown field, a wrong type or a missing value.
     """
     plain = to_plain(node) or {}
     names = [f.name for f in fields(schema)]
+    prefix = f"{key}." if key else ""
     if not isinstance(plain, dict):
         raise ConfigError(f"{key}: got {plain!r}; expected settings by name: {', '.join(names)}")
     given = {name: value for name, value in plain.items() if name != "_target_"}
     for name in given:
         if name not in names:
-            raise ConfigError(f"{key}.{name}: unknown setting; accepted: {', '.join(names)}")
+            raise ConfigError(f"{prefix}{name}: unknown setting; accepted: {', '.join(names)}")
     for f in fields(schema):
         if given.get(f.name, f.default) == "???" or (f.name not in given and _is_required(f)):
-            raise ConfigError(f"{key}.{f.name}: missing; it has no default")
+            raise ConfigError(f"{prefix}{f.name}: missing; it has no default")
     # One level at a time: OmegaConf cannot merge into a frozen dataclass inside another.
     inner = {
-        name: typed(inner_schema, given.pop(name), key=f"{key}.{name}")
+        name: typed(inner_schema, given.pop(name), key=f"{prefix}{name}")
         for name, inner_schema in _nested(schema).items()
         if given.get(name) is not None
     }
     try:
-        return schema(**_typed_values(schema, given, key=key), **inner)
+        return schema(**_typed_values(schema, given, prefix=prefix), **inner)
     except ValueError as error:  # raised by __post_init__ checks of the dataclass
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {error}" if key else str(error)) from error
 
 
 def build_config(node: Any, *, key: str) -> tuple[type, Any]:
@@ -87,7 +89,7 @@ def _nested(schema: type) -> dict[str, type]:
     return {name: h for name, hs in options.items() for h in hs if isinstance(h, type) and is_dataclass(h)}
 
 
-def _typed_values(schema: type, given: dict[str, Any], *, key: str) -> dict[str, Any]:
+def _typed_values(schema: type, given: dict[str, Any], *, prefix: str) -> dict[str, Any]:
     """`given`, checked and converted to what the fields of `schema` are annotated with."""
     hints = get_type_hints(schema)
     try:
@@ -96,5 +98,6 @@ def _typed_values(schema: type, given: dict[str, Any], *, key: str) -> dict[str,
     except OmegaConfBaseException as error:
         where = error.full_key or ""
         got = OmegaConf.select(OmegaConf.create(given), where) if where else given
-        raise ConfigError(f"{key}{'.' if where else ''}{where}: got {got!r}; {str(error).splitlines()[0]}") from error
+        name = f"{prefix}{where}" if where else prefix.rstrip(".")
+        raise ConfigError(f"{name}: got {got!r}; {str(error).splitlines()[0]}") from error
     return {k: tuple(v) if isinstance(v, list) and "tuple" in str(hints[k]) else v for k, v in values.items()}

@@ -1,42 +1,87 @@
-# What every door (script that a person runs) shares: errors as one line, the device, the target, a progress bar, the
-# measurement with its tables.
+# What every door (script that a person runs) shares: errors as one line, a quiet screen, the device, the target, a
+# progress bar, the measurement with its tables.
 
+import errno
+import logging
+import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from drafters.errors import ConfigError, DraftersError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from drafters.decoding.measure import MeasureConfig, Prompt
     from drafters.decoding.report import Report
     from drafters.heads.base import Drafter
     from drafters.target import FrozenTarget
 
-__all__ = ["door", "load_target", "measure_and_write", "pick_device", "progress_bar", "say"]
+__all__ = ["door", "load_target", "measure_and_write", "pick_device", "progress_bar", "say", "screen"]
 
 TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids")
+PIPE_WIDTH = 120  # columns where the output is no terminal
+# Through these Lightning tells everybody of products, absent devices and tips. Its warnings use `warnings` and stay.
+CHATTER = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
+# Warnings that ask nothing of a user: our batches need no worker processes, and we log by steps across epochs.
+NOISE = (
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),
+    (r"The '\w+_dataloader' does not have many workers", UserWarning),
+    (r"The number of training batches \(\d+\) is smaller than the logging interval", UserWarning),
+)
 
 
 @contextmanager
 def door() -> Iterator[None]:
-    """Turns a DraftersError into one line on stderr and exit code 1; Ctrl-C into exit code 130.
+    """Turns a DraftersError and a full disk into one line on stderr and exit code 1, Ctrl-C into exit code 130.
 
-    `DRAFTERS_DEBUG=1` shows the traceback instead.
+    `DRAFTERS_DEBUG=1` shows tracebacks instead.
     """
+    _quiet_screen()
+    is_debug = bool(os.environ.get("DRAFTERS_DEBUG"))
     try:
         yield
     except DraftersError as error:
-        if os.environ.get("DRAFTERS_DEBUG"):
+        if is_debug:
             raise
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from None
+        _fail(str(error))
+    except OSError as error:
+        if is_debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"{error}; what was finished is kept: free some space, and the same command goes on from there")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: finished work is kept; the same command goes on from there\n")
         raise SystemExit(130) from None
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(1) from None
+
+
+class _Notes(logging.Handler):
+    """Looks `sys.stderr` up each time, since a progress bar replaces it to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+def _quiet_screen() -> None:
+    """Our own notes on stderr, and none of CHATTER and NOISE."""
+    for name in CHATTER:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message, category in NOISE:
+        warnings.filterwarnings("ignore", message, category)
+    ours = logging.getLogger("drafters")
+    if not ours.handlers:
+        ours.addHandler(_Notes())
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
 
 
 def pick_device(name: str | None) -> str:
@@ -90,11 +135,16 @@ def progress_bar(what: str, *, unit: str) -> Iterator[Callable[[int, int, int], 
         yield advance
 
 
-def say(text: Any) -> None:
-    """Print text or any rich renderable on stdout."""
+def screen() -> "Console":
+    """A console on stdout, wide where nobody's terminal sets the width."""
     from rich.console import Console
 
-    Console().print(text, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def say(text: Any) -> None:
+    """Print a text as it is, or any rich renderable, on stdout."""
+    screen().print(text, highlight=False, markup=False, soft_wrap=isinstance(text, str))
 
 
 def load_target(node: Mapping[str, Any], *, device: str | None) -> "FrozenTarget":
@@ -104,7 +154,7 @@ def load_target(node: Mapping[str, Any], *, device: str | None) -> "FrozenTarget
     for name in node:
         if name not in TARGET_KEYS:
             raise ConfigError(f"target.{name}: unknown setting; accepted: {', '.join(TARGET_KEYS)}")
-    chosen = {name: node[name] for name in ("weights", "sha256", "dtype", "mask_token") if name in node}
+    chosen = {name: node[name] for name in TARGET_KEYS if name in node and name != "layer_ids"}
     return FrozenTarget.load(**chosen, device=pick_device(device))
 
 
@@ -115,30 +165,42 @@ def measure_and_write(
     config: "MeasureConfig",
     *,
     out: Path,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any],
 ) -> "Report":
-    """Measure with a progress bar, write report.json, report.md and the picture into `out`, print the tables."""
+    """Measure with a progress bar, write report.json, report.md and the picture into `out`, print the tables.
+
+    `provenance` says what was measured; the command and the target are added to it. Raises CheckpointError when `out`
+    cannot be written.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from drafters.checkpoint import write_error
     from drafters.decoding.measure import measure
     from drafters.decoding.report import render
 
     note = TextColumn("{task.fields[note]}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
-    facts = {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), **(provenance or {})}
+    facts = {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), **provenance, "target": _named(target)}
     with Progress(*columns, console=Console(stderr=True)) as bar:
         tasks: dict[str, Any] = {}
 
         def progress(phase: str, done: int, total: int, accepted_length: float) -> None:
-            task = tasks.setdefault(phase, None)
-            if task is None:
-                task = tasks[phase] = bar.add_task(f"measuring {phase}", total=total, note="")
-            text = "" if accepted_length != accepted_length else f"accepted length {accepted_length:.2f}"
-            bar.update(task, completed=done, total=total, note=text)
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(f"measuring {phase}", total=total, note="")
+            text = "" if math.isnan(accepted_length) else f"accepted length {accepted_length:.2f}"
+            bar.update(tasks[phase], completed=done, total=total, note=text)
 
         report = measure(target, drafter, prompts, config, provenance=facts, progress=progress)
-    report.save(out)
+    try:
+        report.save(out)
+    except OSError as error:
+        raise write_error(out, error) from error
     say(render(report))
     say(f"Written: {out / 'report.md'}")
     return report
+
+
+def _named(target: "FrozenTarget") -> dict[str, str]:
+    spec = target.spec
+    return {"name": spec.name, "weights_hash": spec.weights_hash, "template_hash": spec.template_hash}

@@ -1,7 +1,5 @@
-# Distillation losses of draft logits against a frozen target, from hidden states: vocabulary-wide tensors exist for
-# one chunk of rows at a time, and the gradients are taken inside that chunk. This loop decides how many positions a
-# second a drafter trains on; what looks odd here saves a pass over [chunk, V'].
-#
+# Distillation losses from hidden states: vocabulary-wide tensors exist for one chunk of rows at a time, and gradients
+# are taken inside that chunk. This loop decides how fast a drafter trains; what looks odd saves a pass over memory.
 # With p_d over the draft vocabulary V' and the target's true p_t, of mass m inside V' and q = p_t / m there:
 #   accept = sum_V' min(p_d, p_t)      l1 = |p_d - p_t|_1 = 2 (1 - accept)      lk = -log accept
 #   ce = -log p_d(label)               kl = sum_V' q log(q / p_d)

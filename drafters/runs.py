@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.checkpoint import replace_path
+from drafters.checkpoint import replace_path, write_error
 from drafters.errors import CheckpointError
 
 __all__ = ["Run", "claim", "open_run"]
 
 SETTINGS = Path(".hydra") / "settings.json"
 # These may change between a run and its continuation: they do not change what is learned.
-FREE = ("resume", "logger", "run_dir", "outputs", "device", "callbacks", "report")
+FREE = ("name", "outputs", "run_dir", "resume", "logger", "device", "callbacks", "report")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A claimed run folder. `checkpoint` is what to resume from, None for a fresh start."""
+    """A run's folder and what may lie in it."""
 
     folder: Path
-    checkpoint: Path | None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """What to resume from; None before anything was saved."""
+        path = self.folder / "checkpoints" / "last.ckpt"
+        return path if path.is_file() else None
 
     @property
     def report(self) -> Path:
@@ -36,63 +41,90 @@ class Run:
         """The drafter folder."""
         return self.folder / "drafter"
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether weights were saved; in a moment of their replacement only `drafter.old` is there."""
+        return self.drafter.is_dir() or self.drafter.with_name("drafter.old").is_dir()
+
 
 @contextmanager
 def claim(folder: Path | str, settings: Mapping[str, Any], *, resume: bool = False) -> Iterator[Run]:
     """Hold `folder` for this process and write its settings, or find them equal to the ones there.
 
-    Raises CheckpointError when another process holds it, or when it was begun with other settings (`resume` goes on
-    all the same, e.g. with a longer budget).
+    Raises CheckpointError when the folder cannot be written or another process holds it, or when it holds results of
+    other settings. `resume` goes on all the same (e.g. with a longer budget); a report of before is then kept as
+    `report.before.json`.
     """
-    folder = Path(folder)
+    run = Run(Path(folder))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        lock = (run.folder / "run.lock").open("w")
     except OSError as error:
-        raise CheckpointError(f"run_dir: cannot make {folder}: {error.strerror}; choose another outputs= or name=") from error
-    with (folder / "run.lock").open("w") as lock:
+        raise CheckpointError(
+            f"run_dir: cannot write to {folder}: {error.strerror}; choose another outputs= or name="
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CheckpointError(f"run_dir: {folder} is in use by another process; wait for it, or choose another name=") from error
-        _check_settings(folder, settings, resume=resume)
-        last = folder / "checkpoints" / "last.ckpt"
-        yield Run(folder, last if last.is_file() else None)
+            raise CheckpointError(
+                f"run_dir: {folder} is in use by another process; wait for it, or choose another name="
+            ) from error
+        _check_settings(run, settings, resume=resume)
+        yield run
 
 
 def open_run(folder: Path | str) -> tuple[Run, dict[str, Any]]:
-    """A run to read from, with its settings. Raises CheckpointError when it is none."""
-    folder = Path(folder)
-    path = folder / SETTINGS
-    if not folder.is_dir():
+    """A run with a drafter to read from, and its settings. Raises CheckpointError when it is none, or not that far."""
+    run = Run(Path(folder))
+    if not run.folder.is_dir():
         raise CheckpointError(f"run: no folder {folder}; give one that train.py wrote, such as outputs/markov-smollm2")
-    try:
-        settings = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"run: {folder} is not a run of train.py: {path} cannot be read ({error})") from error
-    return Run(folder, None), settings
+    settings = _read_settings(run)
+    if settings is None:
+        raise CheckpointError(
+            f"run: {folder} is not a run of train.py: it has no {SETTINGS}; give a folder such as "
+            "outputs/markov-smollm2"
+        )
+    if not run.has_drafter:
+        raise CheckpointError(f"run: {folder} has no drafter yet; go on with the train.py command that began it")
+    return run, settings
 
 
-def _check_settings(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-    path = folder / SETTINGS
-    if path.is_file():
-        try:
-            before = json.loads(path.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"run_dir: {path} is damaged ({error}); choose another name=") from error
-        changed = sorted(_differences(before, dict(settings)))
-        if changed and not resume:
-            key, old, new = changed[0]
-            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-            raise CheckpointError(
-                f"run_dir: {folder} holds a run with other settings: {key} was {old}, now {new}{more}; "
-                "choose another name=, or resume=true to go on with the new ones"
-            )
-        if not changed:
-            return
+def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> None:
+    before = _read_settings(run)
+    changed = [] if before is None else sorted(_differences(before, dict(settings)))
+    # Where nothing was saved yet, as after a wrong setting, nothing can be mixed.
+    has_results = run.checkpoint is not None or run.has_drafter or run.report.is_file()
+    if changed and has_results and not resume:
+        key, old, new = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise CheckpointError(
+            f"run_dir: {run.folder} holds a run with other settings: {key} was {old}, now {new}{more}; "
+            "choose another name=, or resume=true to go on with the new ones"
+        )
+    if before is not None and not changed:
+        return
+    path = run.folder / SETTINGS
     temp = path.with_name(path.name + ".tmp")
-    temp.parent.mkdir(exist_ok=True)
-    temp.write_text(json.dumps(dict(settings), indent=1) + "\n")
-    replace_path(temp, path)
+    try:
+        if run.report.is_file():
+            run.report.replace(run.folder / "report.before.json")
+        temp.parent.mkdir(exist_ok=True)
+        temp.write_text(json.dumps(dict(settings), indent=1) + "\n")
+        replace_path(temp, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _read_settings(run: Run) -> dict[str, Any] | None:
+    path = run.folder / SETTINGS
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"run: {path} is damaged ({error}); choose another name=") from error
+    return settings
 
 
 def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, str, str]]:

@@ -128,9 +128,13 @@ class FrozenTarget:
         sha256: str | None = None,
         dtype: str = "bfloat16",
         mask_token: str | int | None = None,
+        name: str | None = None,
         device: torch.device | str = "cpu",
     ) -> "FrozenTarget":
-        """Fetch, load and check a target. Raises ConfigError or CheckpointError with the key at fault."""
+        """Fetch, load and check a target; `name` is for people, `weights` when not given.
+
+        Raises ConfigError or CheckpointError with the key at fault.
+        """
         if dtype not in DTYPES:
             raise ConfigError(f"target.dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
         folder = resolve(weights, sha256=sha256)
@@ -141,7 +145,7 @@ class FrozenTarget:
             tokenizer=tokenizer,
             mask_token_id=mask_id(mask_token, tokenizer, model.config.get_text_config().vocab_size),
             weights_hash=fingerprint(folder),
-            name=weights,
+            name=name or weights,
         )
 
     @classmethod

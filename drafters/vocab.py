@@ -22,9 +22,12 @@ class DraftVocab:
         self.num_full = num_full
         ids = self.ids_V
         if ids.dim() != 1 or len(ids) == 0 or bool((ids[1:] <= ids[:-1]).any()):
-            raise ConfigError(f"draft vocabulary: got ids of shape {list(ids.shape)}; they must be ascending and distinct")
+            raise ConfigError(
+                f"draft vocabulary: got ids of shape {list(ids.shape)}; accepted: ascending, distinct ids"
+            )
         if int(ids[0]) < 0 or int(ids[-1]) >= num_full:
-            raise ConfigError(f"draft vocabulary: ids {int(ids[0])}..{int(ids[-1])} leave the target's 0..{num_full - 1}")
+            span = f"{int(ids[0])}..{int(ids[-1])}"
+            raise ConfigError(f"draft vocabulary: ids {span} leave the target's vocabulary 0..{num_full - 1}")
         self.id_to_draft_V = torch.full((num_full,), -1, dtype=torch.int64, device=ids.device)
         self.id_to_draft_V[ids] = torch.arange(len(ids), device=ids.device)
 
@@ -49,7 +52,7 @@ class DraftVocab:
 
     def to(self, device: torch.device | str) -> "DraftVocab":
         """The same vocabulary on another device."""
-        return self if self.ids_V.device == torch.device(device) else DraftVocab(self.ids_V.to(device), num_full=self.num_full)
+        return DraftVocab(self.ids_V.to(device), num_full=self.num_full)
 
 
 def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always: Iterable[int] = ()) -> DraftVocab:
@@ -59,7 +62,7 @@ def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always:
     forced = sorted({int(i) for i in always})
     if not max(1, len(forced)) <= size <= vocab_size:
         raise ConfigError(
-            f"drafter.draft_vocab_size: got {size}; accepted: {max(1, len(forced))}..{vocab_size} (the target's vocabulary)"
+            f"drafter.draft_vocab_size: got {size}; accepted: {max(1, len(forced))} to the target's {vocab_size}"
         )
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for part in tokens:

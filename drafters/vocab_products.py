@@ -67,7 +67,7 @@ class VocabProducts:
         self.bias_weight_VR.copy_(bias_weight_VR.detach())
 
     def multiply(self, hidden_ND: Tensor, *, bias_NR: Tensor | None = None, offset_N: Tensor | None = None) -> Chunk:
-        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2. The next call overwrites them."""
+        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2. Valid until the next call."""
         hidden_ND = (hidden_ND if self.scale == 1.0 else hidden_ND * self.scale).to(self.weight_VK.dtype)
         raw_NV = self.workspace.buffer("raw", len(hidden_ND), len(self.weight_VK), like=hidden_ND)
         if not self.folded:

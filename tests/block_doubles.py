@@ -21,7 +21,12 @@ def make_drafter(target: FrozenTarget, *, seed: int = 0, reduced: bool = True, *
     torch.manual_seed(seed)
     vocab = DraftVocab(torch.arange(0, target.spec.vocab_size, 2), num_full=target.spec.vocab_size) if reduced else None
     defaults: dict[str, Any] = dict(
-        layer_ids=LAYER_IDS, block_size=4, window=5, num_anchors=8, sequential=MARKOV, loss=LossWeights(ce=0.2, chunk=16)
+        layer_ids=LAYER_IDS,
+        block_size=4,
+        window=5,
+        num_anchors=8,
+        sequential=MARKOV,
+        loss=LossWeights(ce=0.2, chunk=16),
     )
     config = BlockDrafter.Config(**{**defaults, **settings}, draft_vocab_size=vocab.size if vocab else None)
     drafter = BlockDrafter(config, target.spec, vocab=vocab)
@@ -36,7 +41,9 @@ def make_drafter(target: FrozenTarget, *, seed: int = 0, reduced: bool = True, *
     return drafter
 
 
-def make_batch(target: FrozenTarget, lengths: list[int], *, seed: int = 0, prompt: int = 3, width: int | None = None) -> Batch:
+def make_batch(
+    target: FrozenTarget, lengths: list[int], *, seed: int = 0, prompt: int = 3, width: int | None = None
+) -> Batch:
     """Random conversations with the target's states; all after `prompt` tokens is supervised."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths) if width is None else width

@@ -47,7 +47,7 @@ class CopySession(Session):
     def __init__(self, drafter, copy, batch_size):
         self.drafter, self.copy = drafter, copy
         self.cache = copy.new_cache(batch_size)
-        self.context_B = torch.zeros(batch_size, dtype=torch.int64)
+        self.context_B = torch.zeros(batch_size, dtype=torch.int64, device=copy.device)
 
     def extend(self, tokens_BT, lengths_B, anchor_B, aux_BTLD, last_BTD):
         needs = self.drafter.needs
@@ -73,7 +73,7 @@ class CopySession(Session):
                 token_B = self.drafter.support[token_B]
             tokens.append(token_B)
         self.cache.rollback(self.context_B)
-        rows_B = torch.arange(len(self.context_B))
+        rows_B = torch.arange(len(self.context_B), device=self.copy.device)
         lengths_B = length - rows_B % 3 if self.drafter.ragged else torch.full_like(rows_B, length)
         return Proposal(
             tokens_BS=torch.stack(tokens, 1),

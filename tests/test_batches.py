@@ -13,9 +13,6 @@ from drafters.types import Batch, Needs
 from tests.cache_cases import captured
 from tests.tiny import tiny_target
 
-# Lightning 2.6 under torch 2.13.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-
 NEEDS = Needs(layer_ids=(0, 3), last=True)
 
 

@@ -132,7 +132,7 @@ def test_target_names_a_class_and_its_config_types_the_rest():
         ({"_target_": "nowhere.X"}, r"^drafter\._target_: no module 'nowhere' for 'nowhere\.X'; is its folder on PYTH"),
         ({"_target_": f"{HERE}.Bare"}, r"is no class with a dataclass `Config`"),
         ({"_target_": f"{HERE}.make"}, r"is no class with a dataclass `Config`"),
-        ({"_target_": f"{HERE}.Thing", "sise": 3}, r"^drafter\.sise: unknown setting"),
+        ({"_target_": f"{HERE}.Thing", "sizes": 3}, r"^drafter\.sizes: unknown setting"),
     ],
 )
 def test_targets_that_lead_nowhere_are_named(node, message):

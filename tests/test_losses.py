@@ -54,7 +54,9 @@ def make_inputs(head: TargetHead, *, reduced: bool, bias: bool = True, seed: int
     )
 
 
-def naive(inputs: DistillInput, head: TargetHead, weights: LossWeights) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+def naive(
+    inputs: DistillInput, head: TargetHead, weights: LossWeights
+) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
     """Whole [N, V] tensors in float64; total, terms, acceptance and agreement."""
     full_NV = full_logits(inputs.target_MD, head)[inputs.target_rows_N]
     p_full = full_NV.softmax(-1)
@@ -238,5 +240,5 @@ def test_position_weights():
 
 @pytest.mark.parametrize("bad", [dict(ce=-1.0), dict(l1=0.0, kl=0.0), dict(gamma=0.0), dict(chunk=0)])
 def test_bad_weights_are_refused(bad):
-    with pytest.raises(ValueError, match="got|all 0"):
+    with pytest.raises(ValueError, match=r"got|all 0"):
         LossWeights(**bad)

@@ -24,18 +24,28 @@ def test_claim_writes_settings_and_finds_the_checkpoint(tmp_path):
         (run.folder / "checkpoints" / "last.ckpt").write_text("x")
     with claim(tmp_path / "run", {**SETTINGS, "logger": {"name": "wandb"}}) as run:
         assert run.checkpoint == run.folder / "checkpoints" / "last.ckpt"
+    with pytest.raises(CheckpointError, match="has no drafter yet"):
+        open_run(tmp_path / "run")
+    (tmp_path / "run" / "drafter").mkdir()
     assert open_run(tmp_path / "run")[1]["drafter"] == {"num_layers": 2}
 
 
 def test_other_settings_are_refused_by_name_and_allowed_by_resume(tmp_path):
-    with claim(tmp_path, SETTINGS):
+    wrong = {**SETTINGS, "drafter": {"num_layers": 0}}
+    with claim(tmp_path, wrong):
         pass
+    # Nothing was made with the wrong ones, so they do not bind.
+    with claim(tmp_path, SETTINGS) as run:
+        run.drafter.mkdir()
+        run.report.write_text("{}")
     other = {**SETTINGS, "drafter": {"num_layers": 3}}
     with pytest.raises(CheckpointError, match=r"drafter\.num_layers was 2, now 3.*name="), claim(tmp_path, other):
         pass
     with claim(tmp_path, other, resume=True):
         pass
     assert json.loads((tmp_path / ".hydra" / "settings.json").read_text()) == other
+    assert (tmp_path / "report.before.json").is_file()
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_a_run_in_use_is_refused(tmp_path):

@@ -17,9 +17,8 @@ from drafters.types import Batch, Losses, Needs
 
 HIDDEN, VOCAB, LENGTH = 8, 16, 6
 
-# What Lightning itself says on this torch and on batches in memory.
+# What Lightning itself says on batches in memory.
 LIGHTNING_NOISE = [
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
 ]
 

@@ -1,4 +1,5 @@
-# The settings of one data source, as conf/source/*.yaml spells them.
+# The settings of one data source, as conf/source/*.yaml spells them, and of what becomes of its conversations, as
+# conf/data/*.yaml does.
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 
 from drafters.errors import ConfigError
 
-__all__ = ["SourceConfig"]
+__all__ = ["DataConfig", "SourceConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +56,23 @@ class SourceConfig:
         """The files of `path`; empty when they are not given as text."""
         files = self.path if isinstance(self.path, list | tuple) else [self.path]
         return tuple(Path(f) for f in files) if all(isinstance(f, str | Path) and f for f in files) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """How conversations become batches: at most `max_length` tokens each, `template_kwargs` for the chat template, a
+    share `validation` held out where rows have no split, `batch_size` conversations a step over all ranks."""
+
+    max_length: int = 1024
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    validation: float = 0.05
+    seed: int = 0
+    batch_size: int = 2
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ValueError(f"max_length: got {self.max_length}; accepted: 2 or more tokens")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation: got {self.validation}; accepted: a share from 0 to below 1")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size: got {self.batch_size}; accepted: 1 or more")

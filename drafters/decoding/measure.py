@@ -20,7 +20,7 @@ from drafters.types import Sampling
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
 
-__all__ = ["MeasureConfig", "Progress", "Prompt", "measure"]
+__all__ = ["MeasureConfig", "Progress", "Prompt", "check_settings", "measure"]
 
 Prompt = tuple[str, Tensor]  # source name, token ids [T]
 Progress = Callable[[str, int, int, float], None]
@@ -82,7 +82,7 @@ def measure(
     `progress(phase, done, total, accepted_length)` is called after every batch; phases: "acceptance", "costs",
     "speed". Raises ConfigError for settings out of range and DataError when there is too little text to measure.
     """
-    _check(drafter, prompts, config)
+    check_settings(drafter, prompts, config)
     runner = _Runner(target, drafter, config, progress or (lambda *_: None))
     batches = _batches(prompts, config.batch_size)
     runner.warm_up(batches[0])
@@ -116,18 +116,19 @@ def measure(
     )
 
 
-def _check(drafter: Drafter, prompts: Sequence[Prompt], config: MeasureConfig) -> None:
+def check_settings(drafter: Drafter, prompts: Sequence[Prompt], config: MeasureConfig, *, key: str = "") -> None:
+    """Raises ConfigError for settings out of range and DataError without prompts; `key` is where the settings stand."""
     if not prompts:
         raise DataError("prompts: there are none to measure on; name a source that has some")
-    if isinstance(config.length, str) and config.length != "auto":
-        raise ConfigError(f"length: got '{config.length}'; accepted: 'auto' or 1 to {drafter.block_size}")
-    if isinstance(config.length, int) and not 1 <= config.length <= drafter.block_size:
-        raise ConfigError(f"length: got {config.length}; accepted: 'auto' or 1 to {drafter.block_size}")
-    for name, value in (("profile_rounds", config.profile_rounds), ("num_speed_prompts", config.num_speed_prompts)):
+    prefix = f"{key}." if key else ""
+    is_auto = config.length == "auto"
+    if not is_auto and not (isinstance(config.length, int) and 1 <= config.length <= drafter.block_size):
+        got = repr(config.length) if isinstance(config.length, str) else config.length
+        raise ConfigError(f"{prefix}length: got {got}; accepted: 'auto' or 1 to {drafter.block_size}")
+    for name in ("max_new_tokens", "profile_rounds", "batch_size", "num_speed_prompts"):
+        value = getattr(config, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{name}: got {value}; accepted: 1 or more")
-    if config.batch_size < 1:
-        raise ConfigError(f"batch_size: got {config.batch_size}; accepted: 1 or more")
+            raise ConfigError(f"{prefix}{name}: got {value}; accepted: 1 or more")
 
 
 def _batches(prompts: Sequence[Prompt], batch_size: int) -> list[_PromptBatch]:

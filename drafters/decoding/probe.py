@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from drafters.decoding.loop import DecodeConfig, decode
@@ -23,7 +24,9 @@ def acceptance_probe(
 
     def probe(drafter: Drafter) -> dict[str, float]:
         config = DecodeConfig(max_new_tokens=max_new_tokens, batch_size=len(prompts))
-        rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]
+        # As at the end of the run: in the target's own dtype, whatever training computes in.
+        with torch.autocast(target.device.type, enabled=False):
+            rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]
         first = conditional_acceptance(rounds, drafter.block_size)[0]
         return {"accepted_length": accepted_length(rounds), "acceptance@1": first}
 

@@ -196,50 +196,81 @@ def _with_nan(value: Any) -> Any:
     return value
 
 
+def _number(value: float, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "-"
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    return f"[{_number(bounds[0], '.2f')}, {_number(bounds[1], '.2f')}]"
+
+
 def _sections(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The tables that every rendering shows: (title, header, rows)."""
-    r, low, high = report, *report.accepted_length_ci95
-    positions = [str(k) for k in range(1, r.block_size + 1)]
-    summary = [
+    """The tables that every rendering shows: (title, header, rows). Short enough for a terminal of 80 columns."""
+    return [
+        ("Drafter", ["", ""], _summary_rows(report)),
+        (
+            "Acceptance by draft position",
+            ["", *(str(k) for k in range(1, report.block_size + 1))],
+            [
+                ["when all before stood", *(_number(a, ".2f") for a in report.acceptance_by_position)],
+                ["all up to here stood", *(_number(a, ".2f") for a in report.survival_by_position)],
+            ],
+        ),
+        (
+            "What a round costs, and what it should gain",
+            ["drafts", "draft ms", "verify ms", "loop ms", "tokens", "single steps ms", "speed-up"],
+            [_cost_row(cost) for cost in report.costs],
+        ),
+        (
+            "By source",
+            ["source", "prompts", "accepted length", "95 %", "tokens/s", "baseline", "speed-up"],
+            [_source_row(name, part) for name, part in report.by_source.items()],
+        ),
+    ]
+
+
+def _summary_rows(r: Report) -> list[list[str]]:
+    parts = " + ".join(_number(ms, ".1f") for ms in (r.draft_ms, r.verify_ms, r.overhead_ms))
+    rows = [
         [
-            f"accepted length, {r.block_size} drafts (bonus included)",
-            f"{r.accepted_length:.2f}  [{low:.2f}, {high:.2f}]",
+            "accepted length (bonus included)",
+            f"{_number(r.accepted_length, '.2f')} {_interval(r.accepted_length_ci95)}, {r.block_size} drafts",
         ],
-        ["speed-up", f"{r.speedup:.2f}x  (predicted {r.predicted_speedup:.2f}x)"],
-        ["tokens/s with and without", f"{r.tokens_per_second:.1f} / {r.baseline_tokens_per_second:.1f}"],
-        ["draft length (accepted length there)", f"{r.draft_length} ({r.accepted_length_at_draft_length:.2f})"],
-        ["a round: draft + verify + loop", f"{r.draft_ms:.1f} + {r.verify_ms:.1f} + {r.overhead_ms:.1f} ms"],
-        ["a single step of the target", f"{r.baseline_step_ms:.1f} ms, {r.dispatch_share:.0%} of it dispatch"],
-        ["speed-up with prefill", f"{r.end_to_end_speedup:.2f}x"],
+        ["speed-up", f"{_number(r.speedup, '.2f', 'x')}  (predicted {_number(r.predicted_speedup, '.2f', 'x')})"],
+        ["tokens/s with and without", " / ".join(_number(t, ".1f") for t in _rates(r))],
+        [
+            "draft length in the speed runs",
+            f"{r.draft_length} (accepted length {_number(r.accepted_length_at_draft_length, '.2f')})",
+        ],
+        ["a round: draft + verify + loop", f"{parts} ms"],
+        [
+            "a single step of the target",
+            f"{_number(r.baseline_step_ms, '.1f')} ms, {_number(r.dispatch_share, '.0%')} dispatch",
+        ],
+        ["speed-up with prefill", _number(r.end_to_end_speedup, ".2f", "x")],
         ["settings", f"temperature {r.temperature:g}, top-k {r.top_k}, top-p {r.top_p:g}, batch {r.batch_size}"],
         ["measured on", f"{r.prompts} prompts, {r.rounds} rounds, {r.tokens} tokens"],
     ]
     if r.divergences is not None:
         differ = f"{r.divergences['prompts']} of {r.divergences['compared']} prompts"
-        summary.append(["text differs from the baseline's", differ])
-    acceptance = [
-        ["given that all before stood", *(f"{a:.2f}" for a in r.acceptance_by_position)],
-        ["all up to here stood", *(f"{a:.2f}" for a in r.survival_by_position)],
-    ]
-    costs = [
-        [str(c.length), *(f"{ms:.1f}" for ms in (c.draft_ms, c.verify_ms, c.overhead_ms)), f"{c.accepted_length:.2f}"]
-        for c in r.costs
-    ]
-    for row, c in zip(costs, r.costs, strict=True):
-        row += [f"{c.single_steps_ms:.1f}", f"{c.predicted_speedup:.2f}x"]
-    sources = []
-    for name, s in r.by_source.items():
-        interval = "[{:.2f}, {:.2f}]".format(*s.accepted_length_ci95)
-        rates = [f"{rate:.1f}" for rate in (s.tokens_per_second, s.baseline_tokens_per_second)]
-        sources.append([name, str(s.prompts), f"{s.accepted_length:.2f}", interval, *rates, f"{s.speedup:.2f}x"])
-    cost_header = ["drafts", "draft ms", "verify ms", "loop ms", "tokens", "single steps ms", "speed-up"]
-    source_header = ["source", "prompts", "accepted length", "95 %", "tokens/s", "baseline", "speed-up"]
-    return [
-        ("Drafter", ["", ""], summary),
-        ("Acceptance by draft position", ["", *positions], acceptance),
-        ("What a round costs, and what it should gain", cost_header, costs),
-        ("By source", source_header, sources),
-    ]
+        rows.append(["text differs from the baseline's", differ])
+    return rows
+
+
+def _rates(part: "Report | SourceReport") -> tuple[float, float]:
+    return part.tokens_per_second, part.baseline_tokens_per_second
+
+
+def _cost_row(c: LengthCost) -> list[str]:
+    spent = [_number(ms, ".1f") for ms in (c.draft_ms, c.verify_ms, c.overhead_ms)]
+    gained = [_number(c.accepted_length, ".2f"), _number(c.single_steps_ms, ".1f")]
+    return [str(c.length), *spent, *gained, _number(c.predicted_speedup, ".2f", "x")]
+
+
+def _source_row(name: str, s: SourceReport) -> list[str]:
+    accepted = [_number(s.accepted_length, ".2f"), _interval(s.accepted_length_ci95)]
+    rates = [_number(rate, ".1f") for rate in _rates(s)]
+    return [name, str(s.prompts), *accepted, *rates, _number(s.speedup, ".2f", "x")]
 
 
 def render(report: Report) -> "Group":

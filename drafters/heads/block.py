@@ -5,7 +5,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,7 @@ class BlockDrafter(Drafter):
 
     def states(self, batch: Batch, anchors: Anchors, head: "TargetHead", dtype: torch.dtype) -> Tensor:
         """Backbone states [A, G, D] after the final norm, in `dtype`."""
-        weights = [layer.weights(dtype) for layer in self.layers]
+        weights = self.layer_weights(dtype)
         layout = BlockLayout(
             rows_A=anchors.rows_A,
             positions_A=anchors.positions_A,
@@ -181,15 +181,17 @@ class BlockDrafter(Drafter):
         for layer, context in zip(weights, contexts, strict=True):
             query, keys, values = layer.project(x_MD, cos, sin)
             x_MD = layer.finish(x_MD, block_attention(query, context, (keys, values), layout))
-        return self.norm(x_MD).to(dtype).unflatten(0, slots_AG.shape)
+        return self.norm(x_MD, dtype=dtype).unflatten(0, slots_AG.shape)
+
+    def layer_weights(self, dtype: torch.dtype) -> list[LayerWeights]:
+        """The layers' weights, cast and joined."""
+        return [cast(DraftLayer, layer).weights(dtype) for layer in self.layers]
 
     def context_states(self, aux_MLD: Tensor, fc: Tensor) -> Tensor:
         """Fused aux states [M, D]; `fc` is the projection in the compute dtype."""
-        return self.hidden_norm(F.linear(aux_MLD.flatten(1).to(fc.dtype), fc)).to(fc.dtype)
+        return self.hidden_norm(F.linear(aux_MLD.flatten(1).to(fc.dtype), fc), dtype=fc.dtype)
 
-    def _contexts(
-        self, batch: Batch, weights: list[LayerWeights], dtype: torch.dtype
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _contexts(self, batch: Batch, weights: list[LayerWeights], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B * T, K, H] of the context, for each layer, projected once per conversation."""
         num_rows, width = batch.tokens_BT.shape
         fused_MD = self.context_states(self._aux(batch).flatten(0, 1), self.fc.weight.to(dtype))

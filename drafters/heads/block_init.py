@@ -72,7 +72,7 @@ def _rms_of(layer: DraftLayer, projection: Tensor, states_MD: Tensor | None) -> 
     gain = layer.input_layernorm.weight
     if states_MD is None:
         return float((projection * gain).square().sum(1).mean().sqrt())
-    normed_MD = rms_norm(states_MD.to(gain.device), gain, layer.spec.rms_norm_eps)
+    normed_MD = rms_norm(states_MD.to(gain.device), gain, layer.spec.rms_norm_eps, dtype=gain.dtype)
     return float((normed_MD @ projection.T).square().mean().sqrt())
 
 

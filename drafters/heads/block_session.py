@@ -31,7 +31,7 @@ class BlockSession(Session):
         self.window = config.window
         self.dtype = head.embedding_VD.dtype
         self.device = head.embedding_VD.device
-        self.layers = [layer.weights(self.dtype) for layer in drafter.layers]
+        self.layers = drafter.layer_weights(self.dtype)
         self.fc = drafter.fc.weight.to(self.dtype)
         self.all_kv = torch.cat([layer.kv for layer in self.layers])
         self.support_V = None if drafter.vocab is None else drafter.vocab.ids_V
@@ -109,15 +109,13 @@ class BlockSession(Session):
         logits_BSV = self.base_logits(hidden_BSD)
         head, confidence = self.drafter.markov_head, self.drafter.confidence_head
         state = None if head is None else head.start(len(hidden_BSD))
-        previous_B, tokens, dists, sure = self.anchor_B, [], [], []
+        previous_B, tokens, dists, embedded, sure = self.anchor_B, [], [], [], []
         for k in range(length):
-            logits_BV, embedded_BR = logits_BSV[:, k], None
+            logits_BV = logits_BSV[:, k]
             if head is not None and self.bias_weight_VR is not None:
-                embedded_BR = head.markov_w1(previous_B)
-                state, factor_BR = head.step(state, embedded_BR, hidden_BSD[:, k])
+                embedded.append(head.markov_w1(previous_B))
+                state, factor_BR = head.step(state, embedded[-1], hidden_BSD[:, k])
                 logits_BV = logits_BV + factor_BR.to(self.dtype) @ self.bias_weight_VR.T
-            if confidence is not None:
-                sure.append(confidence(hidden_BSD[:, k], embedded_BR).sigmoid())
             if sampling.temperature == 0.0:
                 draft_B = logits_BV.argmax(-1)
             else:
@@ -128,12 +126,14 @@ class BlockSession(Session):
                 sure.append(dist_BV.amax(-1))
             previous_B = draft_B if self.support_V is None else self.support_V[draft_B]
             tokens.append(previous_B)
+        if confidence is not None:
+            logits_BS = confidence(hidden_BSD, torch.stack(embedded, dim=1) if embedded else None)
         return Proposal(
             tokens_BS=torch.stack(tokens, dim=1),
             lengths_B=torch.full_like(self.anchor_B, length),
             probs_BSV=torch.stack(dists, dim=1) if dists else None,
             support_V=self.support_V,
-            confidence_BS=torch.stack(sure, dim=1),
+            confidence_BS=torch.stack(sure, dim=1) if confidence is None else logits_BS.sigmoid(),
         )
 
     @torch.inference_mode()
@@ -157,7 +157,7 @@ class BlockSession(Session):
             out = attend(query, (held[0, :, :, seen], held[1, :, :, seen]), allowed_BYS, (own_keys, own_values))
             out = out.unflatten(2, (-1, block_size)).permute(0, 3, 1, 2, 4).reshape(num_rows * block_size, -1)
             x_MD = layer.finish(x_MD, out)
-        return self.drafter.norm(x_MD).to(self.dtype).unflatten(0, (num_rows, block_size))
+        return self.drafter.norm(x_MD, dtype=self.dtype).unflatten(0, (num_rows, block_size))
 
     def base_logits(self, hidden_BSD: Tensor) -> Tensor:
         """Float logits [B, S, V'] without the sequential head's bias."""

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from drafters.spec import TargetSpec
 
-__all__ = ["DraftLayer", "LayerWeights", "RMSNorm", "apply_rope", "compute_dtype", "rms_norm", "rope_table"]
+__all__ = [
+    "DraftLayer",
+    "LayerWeights",
+    "RMSNorm",
+    "compute_dtype",
+    "join",
+    "norm_rope",
+    "rms_norm",
+    "rope_table",
+    "rotate",
+]
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -21,10 +31,48 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.get_autocast_dtype(device.type) if enabled else torch.float32
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * gain over the last dim, in float32 or wider whatever the input; `gain` broadcasts."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain
+def rms_norm(x: Tensor, gain: Tensor, eps: float, *, dtype: torch.dtype) -> Tensor:
+    """x / rms(x) * gain over the last dim, as `dtype`; computed in float32 or wider. `gain` broadcasts."""
+    normed: Tensor = _NormRope.apply(x, gain, None, eps, dtype)
+    return normed
+
+
+def norm_rope(x: Tensor, gain: Tensor, table: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    """`rms_norm` of heads [..., heads, H], then rotated by cos and sin [..., H / 2], in the dtype of `x`."""
+    rotated: Tensor = _NormRope.apply(x, gain, table, eps, x.dtype)
+    return rotated
+
+
+class _NormRope(torch.autograd.Function):
+    # By hand, since plain autograd takes three times the passes over memory.
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, table: tuple[Tensor, Tensor] | None, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        wide = _wide(x)
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, gain, scale)
+        ctx.table = table
+        normed = (wide * scale).mul_(gain)
+        return (normed if table is None else rotate(normed, *table)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, scale = ctx.saved_tensors
+        grad = _wide(grads[0])
+        if ctx.table is not None:
+            cos, sin = ctx.table
+            grad = rotate(grad, cos, -sin)
+        unit = _wide(x) * scale
+        along = grad * unit
+        gain_grad = along.sum_to_size(gain.shape)
+        mean = along.mul_(gain).mean(-1, keepdim=True)
+        x_grad = (grad * gain).addcmul_(unit, mean, value=-1.0).mul_(scale)
+        return x_grad.to(x.dtype), gain_grad.to(gain.dtype), None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,11 +81,15 @@ def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., heads, H] by tables [..., H / 2]; the halves of a head are its pairs, as in Llama and Qwen."""
-    first, second = x.chunk(2, dim=-1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, H] by tables [..., H / 2]; the halves of a head are its pairs, as in Llama and Qwen. Not
+    differentiable."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1.0)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
 
 
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
@@ -69,9 +121,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The normed input, in float32 or wider."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """The normed input, as `dtype`."""
+        return rms_norm(x, self.weight, self.eps, dtype=dtype)
 
 
 class _Attention(nn.Module):
@@ -121,10 +173,6 @@ class DraftLayer(nn.Module):
             spec=spec,
         )
 
-    def forward(self, *args: Any) -> Any:
-        """Not used: a block attends to its context and to itself, see `BlockDrafter`."""
-        raise NotImplementedError("DraftLayer holds parameters; compute with DraftLayer.weights(dtype)")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
@@ -148,23 +196,21 @@ class LayerWeights:
     def context(self, kv_MC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [M, K, H] of projected context rows (`context_MD @ kv.T`)."""
         keys, values = kv_MC.unflatten(-1, (2, self.spec.num_kv_heads, self.spec.head_dim)).unbind(-3)
-        keys = rms_norm(keys, self.k_gain, self.spec.rms_norm_eps)
-        return apply_rope(keys, cos, sin).to(values.dtype), values
+        return norm_rope(keys, self.k_gain, (cos, sin), self.spec.rms_norm_eps), values
 
     def project(self, x_MD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [M, N, H] (scaled), keys and values [M, K, H] of block states."""
         spec = self.spec
-        normed = rms_norm(x_MD, self.input_gain, spec.rms_norm_eps).to(self.qkv.dtype)
+        normed = rms_norm(x_MD, self.input_gain, spec.rms_norm_eps, dtype=self.qkv.dtype)
         heads = F.linear(normed, self.qkv).unflatten(-1, (-1, spec.head_dim))
         num_rotated = spec.num_heads + spec.num_kv_heads
         gain = torch.cat((self.q_gain.expand(spec.num_heads, -1), self.k_gain.expand(spec.num_kv_heads, -1)))
-        rotated = rms_norm(heads[:, :num_rotated], gain, spec.rms_norm_eps)
-        rotated = apply_rope(rotated, cos, sin).to(self.qkv.dtype)
+        rotated = norm_rope(heads[:, :num_rotated], gain, (cos, sin), spec.rms_norm_eps)
         return rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
 
     def finish(self, x_MD: Tensor, attended_MC: Tensor) -> Tensor:
         """Residual stream after the output projection and the MLP."""
         x_MD = x_MD + F.linear(attended_MC, self.o)
-        normed = rms_norm(x_MD, self.mlp_gain, self.spec.rms_norm_eps).to(self.down.dtype)
+        normed = rms_norm(x_MD, self.mlp_gain, self.spec.rms_norm_eps, dtype=self.down.dtype)
         gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
         return x_MD + F.linear(F.silu(gate) * up, self.down)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.batches import StateSource, collate
+from drafters.errors import ConfigError
 from drafters.types import Batch, Example, Needs
 
 if TYPE_CHECKING:
@@ -40,6 +41,16 @@ class Start:
             pairs.append(both[example.loss_mask_T[1:]])
         return torch.cat(pairs)
 
+    def check_block_size(self, block_size: int) -> None:
+        """Raises ConfigError when no answer is long enough for a block of `block_size` drafts after an anchor."""
+        longest = max((_longest_run(example.loss_mask_T) for example in self.examples), default=0)
+        if block_size >= longest:
+            raise ConfigError(
+                f"drafter.block_size: got {block_size}, but the longest of {len(self.examples)} training answers has "
+                f"{longest} supervised tokens in a row, and a block needs one more than its size; accepted: 1 to "
+                f"{max(1, longest - 1)}, or give conversations with longer answers"
+            )
+
     def sample(self, needs: Needs) -> Batch:
         """A batch of a few training conversations, the same at every call."""
         few = list(self.indices[:: max(1, len(self.indices) // SAMPLE_SIZE)][:SAMPLE_SIZE])
@@ -49,3 +60,9 @@ class Start:
         """The target's weights by name."""
         tensors: Mapping[str, Tensor] = self.target.model.state_dict()
         return tensors
+
+
+def _longest_run(mask_T: Tensor) -> int:
+    """The most supervised tokens in a row."""
+    counts_T = (~mask_T).cumsum(0)[mask_T]
+    return int(counts_T.bincount().max()) if len(counts_T) else 0

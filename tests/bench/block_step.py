@@ -111,10 +111,12 @@ def main(threads: int = 1, num_draft: int = 8192, window: int = 64, profile: str
         f"{best['count'] / best['step']:.0f} positions/s (median {best['count'] / median:.0f})"
     )
     if profile:
-        with torch.profiler.profile(record_shapes=profile == "shapes") as found:
+        shapes = profile == "shapes"
+        with torch.profiler.profile(record_shapes=shapes) as found:
             for _ in range(3):
                 step()
-        print(found.key_averages(group_by_input_shape=profile == "shapes").table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=50))
+        table = found.key_averages(group_by_input_shape=shapes)
+        print(table.table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=50))
 
 
 if __name__ == "__main__":

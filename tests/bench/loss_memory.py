@@ -25,9 +25,9 @@ CASES = [
 def peak_mb(num_rows: int, chunk: int, reduced: bool) -> float:
     """Megabytes that the loss and its gradients add to the process."""
     import torch
-    from tests.bench.loss_speed import chunked, make_case, naive
 
     from drafters.losses import LossWeights
+    from tests.bench.loss_speed import chunked, make_case, naive
 
     torch.set_num_threads(1)
     head, inputs = make_case(num_rows, num_draft=NUM_DRAFT if reduced else NUM_VOCAB)

@@ -1,0 +1,138 @@
+# Every YAML of conf/ composes, alone and in its door, and every `_target_` in it names something that takes what the
+# YAML gives. Nothing is fetched.
+
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+from data.regenerate import RegenerateConfig
+from data.sources import DataConfig
+from drafters.cache_writer import CaptureConfig
+from drafters.config import build_config, locate, to_plain, typed
+from drafters.door import TARGET_KEYS
+from evaluate import read_config
+from train import read_plan
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+DOORS = sorted(path.stem for path in CONF.glob("*.yaml"))
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+# What has no default on purpose, and a value for it.
+NEEDED = {
+    ("door", "evaluate"): ["run=outputs/x"],
+    ("source", "jsonl"): ["source.path=a.jsonl"],
+    ("source", "hub"): ["source.hub_id=a/b"],
+}
+# Groups whose nodes a dataclass without a `_target_` types.
+TYPED = {"cache": CaptureConfig, "data": DataConfig}
+
+
+def composed(door, *overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(door, [*NEEDED.get(("door", door), []), *overrides])
+
+
+def test_the_groups_are_the_ones_tested_here():
+    assert set(GROUPS) == {
+        *("cache", "callbacks", "data", "drafter", "experiment", "logger", "optim", "report", "source", "target"),
+        "trainer",
+    }
+    assert DOORS == ["capture", "evaluate", "regenerate", "show", "train"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_composes_and_resolves(door):
+    plain = to_plain(composed(door))
+    if door == "evaluate":
+        assert read_config(composed(door)).length == "auto"
+    elif door == "regenerate":
+        typed(RegenerateConfig, {name: plain[name] for name in RegenerateConfig.__dataclass_fields__}, key="")
+
+
+@pytest.mark.parametrize("group, option", OPTIONS)
+def test_every_option_composes_and_binds(group, option):
+    cfg = composed("train", f"{group}={option}", *NEEDED.get((group, option), []))
+    to_plain(cfg)
+    # The whole plan of a run is typed, whichever option was chosen.
+    plan = read_plan(cfg)
+    assert plan.num_prompts > 0
+    node = cfg.get(group)
+    if group in TYPED:
+        typed(TYPED[group], node, key=group)
+    elif group == "target":
+        assert set(node) <= set(TARGET_KEYS)
+        assert plan.cache.layer_ids == tuple(node.layer_ids)
+    for key, inner in targets(cfg):
+        bind(inner, key=key)
+
+
+def targets(node, key=""):
+    """(dotted key, node) of every node with a `_target_`."""
+    if isinstance(node, DictConfig):
+        if "_target_" in node:
+            yield key, node
+        for name in node:
+            yield from targets(node[name], f"{key}.{name}".strip("."))
+
+
+def bind(node, *, key):
+    """Fails unless the node's target takes the node's settings."""
+    plain = to_plain(node)
+    path = plain.pop("_target_")
+    assert not path.startswith("_"), key
+    if path.startswith(("drafters.", "data.")) and inspect.isclass(locate(path)):
+        build_config(node, key=key)
+    else:
+        plain.pop("_partial_", None)
+        inspect.signature(locate(path)).bind_partial(**plain)
+
+
+def test_experiments_win_over_the_defaults():
+    names = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+    for name in names:
+        cfg = composed("train", f"experiment={name}")
+        own = OmegaConf.load(CONF / "experiment" / f"{name}.yaml")
+        assert OmegaConf.merge(cfg, own) == cfg
+        assert cfg.run_dir == f"outputs/{cfg.name}"
+
+
+def test_a_command_line_wins_over_an_experiment():
+    assert composed("train", "experiment=ci", "optim.max_steps=7").optim.max_steps == 7
+
+
+def test_evaluate_takes_the_run_s_target_or_another():
+    assert composed("evaluate").get("target") is None
+    assert composed("evaluate", "target=qwen3_8b").target.name == "qwen3_8b"
+
+
+@pytest.mark.parametrize("kind, cls", [("csv", CSVLogger), ("tensorboard", TensorBoardLogger), ("wandb", WandbLogger)])
+def test_loggers_work_without_an_account(tmp_path, monkeypatch, kind, cls):
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = instantiate(composed("train", f"logger={kind}", f"outputs={tmp_path}", "name=logged").logger)
+    assert isinstance(logger, cls)
+    try:
+        logger.log_metrics({"train/loss": 1.5}, step=1)
+        if kind == "wandb":
+            assert logger.experiment.settings._offline
+    finally:
+        logger.finalize("success")
+        if kind == "wandb":
+            logger.experiment.finish()
+    written = [path for path in (tmp_path / "logged").rglob("*") if path.is_file()]
+    names = {"csv": "metrics.csv", "tensorboard": "events.out", "wandb": ".wandb"}
+    assert any(names[kind] in path.name and path.stat().st_size for path in written), written
+
+
+@pytest.mark.parametrize("override", ["logger=none", "~logger"])
+def test_a_run_without_a_logger(override):
+    assert not composed("train", override).get("logger")

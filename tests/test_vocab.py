@@ -1,0 +1,49 @@
+# The draft vocabulary: counting, ties, forced ids, the two maps, and what is refused.
+
+import pytest
+import torch
+
+from drafters.errors import ConfigError
+from drafters.vocab import DraftVocab, count_vocab, coverage
+
+TOKENS = [torch.tensor([5, 5, 5, 7, 7, 1]), torch.tensor([[9, 9], [9, 7]])]
+
+
+def test_the_most_frequent_ids_ascending():
+    assert count_vocab(TOKENS, size=2, vocab_size=12).ids_V.tolist() == [5, 7]
+    assert count_vocab(TOKENS, size=3, vocab_size=12).ids_V.tolist() == [5, 7, 9]
+
+
+def test_ties_and_unseen_ids_go_by_id():
+    assert count_vocab(TOKENS, size=6, vocab_size=12).ids_V.tolist() == [0, 1, 2, 5, 7, 9]
+
+
+def test_forced_ids_are_in():
+    vocab = count_vocab(TOKENS, size=3, vocab_size=12, always=(11, 2, 11))
+    assert vocab.ids_V.tolist() == [2, 5, 11]
+
+
+def test_maps_round_trip():
+    vocab = count_vocab(TOKENS, size=4, vocab_size=12)
+    assert vocab.size == 4
+    assert torch.equal(vocab.d2t[vocab.to_draft(vocab.d2t)], vocab.d2t)
+    assert vocab.t2d.nonzero().flatten().tolist() == vocab.d2t.tolist()
+    assert vocab.to_draft(torch.tensor([[2, 9], [0, 7]])).tolist() == [[-1, 3], [-1, 2]]
+
+
+def test_coverage():
+    vocab = count_vocab(TOKENS, size=2, vocab_size=12)
+    assert coverage(TOKENS, vocab) == pytest.approx(6 / 10)
+    assert coverage([], vocab) == 0.0
+
+
+@pytest.mark.parametrize("size", [0, 1, 13])
+def test_sizes_that_do_not_fit_are_refused(size):
+    with pytest.raises(ConfigError, match=f"draft_vocab_size: got {size}; accepted: 2 to the target's 12"):
+        count_vocab(TOKENS, size=size, vocab_size=12, always=(3, 4))
+
+
+@pytest.mark.parametrize("ids", [[], [3, 2], [2, 2], [-1, 2], [2, 12]])
+def test_ids_that_are_no_vocabulary_are_refused(ids):
+    with pytest.raises(ConfigError, match="draft vocabulary"):
+        DraftVocab(torch.tensor(ids, dtype=torch.int64), num_full=12)
