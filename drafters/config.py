@@ -29,11 +29,10 @@ def locate(path: str, *, key: str = "_target_") -> Any:
 
 
 def typed(schema: type, node: Any, *, key: str) -> Any:
-    """An instance of the dataclass `schema` filled from `node` (mapping or DictConfig; `_target_` is left out). `key` is
-    where the node stands, "" at the top.
+    """An instance of the dataclass `schema` filled from `node` (mapping or DictConfig; `_target_` is left out).
 
-    Lists become the tuples that annotations ask for, mappings the dataclasses. Raises ConfigError that names the
-    dotted key for an unknown field, a wrong type or a missing value.
+    `key` is where the node stands, "" at the top. Lists become the tuples that annotations ask for, mappings the
+    dataclasses. Raises ConfigError that names the dotted key for an unknown field, a wrong type or a missing value.
     """
     plain = to_plain(node) or {}
     names = [f.name for f in fields(schema)]

@@ -1,12 +1,14 @@
 # A small block drafter on a tiny target, with batches of the target's own states, and naive twins of its parts.
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.heads.block import BlockDrafter
+from drafters.heads.sequential import SequentialHead
 from drafters.losses import LossWeights
 from drafters.target import FrozenTarget
 from drafters.types import Batch, Needs
@@ -14,6 +16,30 @@ from drafters.vocab import DraftVocab
 
 LAYER_IDS = (0, 2)
 MARKOV = {"_target_": "drafters.heads.sequential.MarkovHead", "rank": 6}
+RUNNING = {"_target_": "tests.block_doubles.RunningHead"}
+
+
+class RunningHead(SequentialHead):
+    """A head with a state (the sum of what came before) that reads the backbone too, as recurrent heads do."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        rank: int = 6
+
+    def __init__(self, config: Config, spec: Any, num_draft: int) -> None:
+        super().__init__()
+        self.config = config
+        self.markov_w1 = nn.Embedding(spec.vocab_size, config.rank)
+        self.markov_w2 = nn.Linear(config.rank, num_draft, bias=False)
+        self.mix = nn.Linear(spec.hidden_size, config.rank)
+
+    def start(self, num_rows: int) -> Tensor:
+        return torch.zeros(num_rows, self.config.rank)
+
+    def step(self, state: Tensor | None, embedded_NR: Tensor, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        assert state is not None
+        state = torch.tanh(state + embedded_NR + self.mix(hidden_ND))
+        return state, state
 
 
 def make_drafter(target: FrozenTarget, *, seed: int = 0, reduced: bool = True, **settings: Any) -> BlockDrafter:

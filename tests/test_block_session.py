@@ -8,8 +8,9 @@ from drafters.decoding.loop import DecodeConfig, decode
 from drafters.decoding.sampling import probs
 from drafters.heads.anchors import sample_anchors
 from drafters.heads.block import BlockDrafter
+from drafters.heads.sequential import teacher_forced
 from drafters.types import Batch, Sampling
-from tests.block_doubles import make_batch, make_drafter
+from tests.block_doubles import MARKOV, RUNNING, make_batch, make_drafter
 from tests.tiny import tiny_target
 
 GREEDY = Sampling()
@@ -35,8 +36,8 @@ def trained_logits(drafter: BlockDrafter, target, hidden_GD: Tensor, tokens: lis
     logits = target.head.logits(hidden_GD, support_V=support)
     if head is None:
         return logits
-    embedded = head.markov_w1(torch.tensor(tokens))
-    return logits + head.step(None, embedded, hidden_GD)[1] @ head.markov_w2.weight.T
+    embedded_GR = head.markov_w1(torch.tensor(tokens))
+    return logits + teacher_forced(head, embedded_GR[None], hidden_GD[None])[0] @ head.markov_w2.weight.T
 
 
 class Reader:
@@ -62,10 +63,9 @@ class Reader:
 
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("window", [3, 7, None])
-@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("sequential", [MARKOV, RUNNING, None])
 def test_session_equals_training_after_ragged_reading(target, window, reduced, sequential):
-    settings = {} if sequential else {"sequential": None}
-    drafter = make_drafter(target, window=window, reduced=reduced, **settings)
+    drafter = make_drafter(target, window=window, reduced=reduced, sequential=sequential)
     batch = make_batch(target, [60, 48, 55], prompt=1)
     reader = Reader(drafter, target, batch)
     steps = [[4, 9, 2], [1, 5, 3], [5, 1, 1], [2, 2, 14], [3, 5, 4], "keep", [1, 4], [5, 1], [5, 5], [2, 4], [5, 3]]

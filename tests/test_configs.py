@@ -55,7 +55,7 @@ def test_every_door_composes_and_resolves(door):
         typed(RegenerateConfig, {name: plain[name] for name in RegenerateConfig.__dataclass_fields__}, key="")
 
 
-@pytest.mark.parametrize("group, option", OPTIONS)
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_binds(group, option):
     cfg = composed("train", f"{group}={option}", *NEEDED.get((group, option), []))
     to_plain(cfg)
@@ -111,7 +111,9 @@ def test_evaluate_takes_the_run_s_target_or_another():
     assert composed("evaluate", "target=qwen3_8b").target.name == "qwen3_8b"
 
 
-@pytest.mark.parametrize("kind, cls", [("csv", CSVLogger), ("tensorboard", TensorBoardLogger), ("wandb", WandbLogger)])
+@pytest.mark.parametrize(
+    ("kind", "cls"), [("csv", CSVLogger), ("tensorboard", TensorBoardLogger), ("wandb", WandbLogger)]
+)
 def test_loggers_work_without_an_account(tmp_path, monkeypatch, kind, cls):
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)

@@ -65,7 +65,7 @@ def test_a_run_in_use_is_refused(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no folder .*train\.py"):
         open_run(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="not a run of train.py"):
+    with pytest.raises(CheckpointError, match=r"not a run of train\.py"):
         open_run(tmp_path)
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "settings.json").write_text("{")

@@ -26,7 +26,8 @@ class SequentialHead(nn.Module, ABC):
 
     @abstractmethod
     def step(self, state: Tensor | None, embedded_NR: Tensor, hidden_ND: Tensor) -> tuple[Tensor | None, Tensor]:
-        """New state and bias factor [N, R], from W_1[x_{k-1}] and the backbone's state at slot k."""
+        """New state and bias factor [N, R], from W_1[x_{k-1}] (float32) and the backbone's state at slot k (in the
+        dtype of products)."""
 
 
 def teacher_forced(head: SequentialHead, embedded_AGR: Tensor, hidden_AGD: Tensor) -> Tensor:
