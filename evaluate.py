@@ -1,7 +1,8 @@
 # The measure: `python evaluate.py run=outputs/NAME` decodes prompts for real, with and without the drafter of a run,
 # and writes report.json, report.md and a picture.
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,32 +10,81 @@ import hydra
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from drafters.decoding.measure import MeasureConfig
+    from drafters.decoding.measure import MeasureConfig, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The settings of this door beside those of the source, the target and the measurement."""
+
+    run: str
+    out: str | None = None
+    split: str | None = "validation"
+    num_prompts: int | None = None
+    allow_other_target: bool = False
+    device: str | None = None
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Measure the drafter of `cfg.run` on the prompts of `cfg.source`."""
-    from data.prompts import source_prompts
+    from data.prompts import source_prompts, trained_on
+    from data.sources import DataConfig
     from drafters.chat import ChatEncoder
     from drafters.checkpoint import load_drafter, provenance
-    from drafters.config import build_config, to_plain
+    from drafters.config import build_config, to_plain, typed
     from drafters.decoding.measure import check_settings
     from drafters.door import load_target, measure_and_write
     from drafters.runs import open_run
 
+    plain = to_plain(cfg)
+    choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
     config = read_config(cfg)
     _, source = build_config(cfg.source, key="source")
-    run, settings = open_run(cfg.run)
-    node = to_plain(cfg.get("target")) or settings["target"]
-    target = load_target(node, device=cfg.device)
-    drafter = load_drafter(run.drafter, spec=target.spec, allow_other_target=cfg.allow_other_target)
-    kwargs = settings["data"]["template_kwargs"]
-    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs=kwargs)
-    prompts = source_prompts(source, encoder, split=cfg.split, num_prompts=cfg.num_prompts)
+    run, settings = open_run(choice.run)
+    _, own = build_config(settings["source"], key="source")
+    data = typed(DataConfig, settings["data"], key="data")
+    node = plain.get("target") or settings["target"]
+    target = load_target(node, device=choice.device)
+    drafter = load_drafter(run.drafter, spec=target.spec, allow_other_target=choice.allow_other_target)
+    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs=data.template_kwargs)
+    prompts, part = source_prompts(
+        source,
+        encoder,
+        split=choice.split,
+        num_prompts=choice.num_prompts,
+        room=target.spec.max_position - config.max_new_tokens,
+        trained=trained_on(source, own=own, data=data) if choice.split else None,
+    )
     check_settings(drafter, prompts, config)
-    out = Path(cfg.out) if cfg.out else run.folder / "evaluate" / "-".join(dict.fromkeys(name for name, _ in prompts))
-    facts = {"weights": node["weights"], "drafter": provenance(run.drafter)}
-    measure_and_write(target, drafter.to(target.device), prompts, config, out=out, provenance=facts)
+    out = choice.out or run.folder / "evaluate" / folder_name(prompts, config, target.spec.weights_hash)
+    facts = {
+        "weights": node["weights"],
+        "drafter": provenance(run.drafter),
+        "prompts": {
+            "source": source.hub_id or [str(path) for path in source.paths],
+            "split": part,
+            "num_prompts": len(prompts),
+        },
+    }
+    drafter = drafter.to(target.device)
+    measure_and_write(target, drafter, prompts, config, out=Path(out).expanduser(), provenance=facts)
+
+
+def folder_name(prompts: Sequence["Prompt"], config: "MeasureConfig", weights_hash: str) -> str:
+    """At most 60 characters that people can read, and a hash of all that is measured, so that no measurement takes the
+    place of another."""
+    import hashlib
+    import json
+    import re
+
+    marks = [f"t{config.sampling.temperature:g}"] if config.sampling.temperature else []
+    marks += [f"length{config.length}"] if config.length != "auto" else []
+    marks += [f"batch{config.batch_size}"] if config.batch_size > 1 else []
+    what = [asdict(config), [[name, tokens.tolist()] for name, tokens in prompts], weights_hash]
+    marks.append(hashlib.sha256(json.dumps(what).encode()).hexdigest()[:6])
+    end = "-" + "-".join(marks)
+    names = "-".join(dict.fromkeys(name for name, _ in prompts))
+    return re.sub(r"[^\w.-]+", "_", names)[: 60 - len(end)].strip("-_.") + end
 
 
 def read_config(cfg: DictConfig) -> "MeasureConfig":

@@ -4,6 +4,7 @@
 #     python -m data.capture source=jsonl source.path=FILE
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,18 +26,34 @@ CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
 def encode_splits(
-    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder"
+    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder", *, weights_hash: str
 ) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
-    """Examples and reports of the splits `train` and `validation`, given as conversations. Raises DataError when one
-    of them has conversations but no supervised token."""
+    """Examples and reports of the splits `train` and `validation`, given as conversations.
+
+    Warns of answers that say they are not those of the target with this hash. Raises DataError when a split has
+    conversations but no supervised token.
+    """
     from drafters.chat import EncodeReport, encode_all
 
+    _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
     splits: dict[str, list[Example]] = {}
     reports: dict[str, EncodeReport] = {}
     for name, conversations in zip(("train", "validation"), parts, strict=True):
         reports[name] = EncodeReport()
         splits[name] = encode_all(conversations, encoder, report=reports[name]) if conversations else []
     return splits, reports
+
+
+def _warn_of_foreign_answers(conversations: Sequence["Conversation"], weights_hash: str) -> None:
+    authors = {c.answered_by for c in conversations} - {None, weights_hash}
+    if authors:
+        count = sum(c.answered_by in authors for c in conversations)
+        warnings.warn(
+            f"source: another model (weights {min(filter(None, authors)):.12}) wrote the answers of {count} of "
+            f"{len(conversations)} conversations, not this target ({weights_hash:.12}); a drafter learns best from the "
+            "target's own: python -m data.regenerate",
+            stacklevel=3,
+        )
 
 
 def capture_states(
@@ -102,7 +119,7 @@ def run(cfg: DictConfig) -> None:
     parts = load_splits(source, validation=data.validation, seed=data.seed)
     target = load_target(to_plain(cfg.target), device=cfg.device)
     encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
-    splits, reports = encode_splits(parts, encoder)
+    splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
     for name, report in reports.items():
         print(f"{name}: {report.summary()}")
     cache = capture_states(target, splits, config, encoder=encoder)

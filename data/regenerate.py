@@ -1,13 +1,18 @@
-# The target answers the prompts itself (`python -m data.regenerate`). Batches are fixed lists of prompts of similar
-# length, each with its own seed, and every finished batch is appended to `OUT.part`: killed at any moment, the same
-# command goes on with the next batch and ends with the same file.
+# Door: the target answers the prompts itself. Batches are fixed lists of prompts of similar length, each with its own
+# seed, and every finished batch is appended to `OUT.part`: killed at any moment, the same command goes on with the next
+# batch and ends with the same file.
+#
+#     python -m data.regenerate prompts=FILE out=FILE
 
 import gzip
 import hashlib
 import json
 import os
+import warnings
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +27,14 @@ if TYPE_CHECKING:
     from drafters.target import FrozenTarget
     from drafters.types import Message
 
-__all__ = ["RegenerateConfig", "regenerate"]
+__all__ = ["FilesConfig", "RegenerateConfig", "read_prompts", "regenerate", "run"]
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+# Columns of a row that are read or written here; all others are kept as they are.
+KNOWN = (
+    *("id", "system", "turns", "messages", "conversations", "prompt", "response"),
+    *("finish_reason", "finish_reasons", "answered_by"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +44,31 @@ class RegenerateConfig:
     temperature: float = 0.7
     top_p: float = 1.0
     max_new_tokens: int = 256
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     batch_size: int = 128
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}; accepted: 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesConfig:
+    """What is read and written."""
+
+    prompts: str
+    out: str
+    overwrite: bool = False
+    limit: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit: got {self.limit}; accepted: 1 or more, or null for all")
+        if not self.out.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError(f"out: got '{self.out}'; accepted: a name that ends with .jsonl or .jsonl.gz")
 
 
 def regenerate(
@@ -44,7 +79,7 @@ def regenerate(
     *,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> None:
-    """Answer every user turn of `rows` (`id`, `turns`) and write conversations to `out` (.jsonl.gz or .jsonl).
+    """Answer every user turn of `rows` (`id`, `turns`, perhaps `system`) and write them to `out` (.jsonl or .jsonl.gz).
 
     Turn k of all rows is answered before turn k+1, with the target's own earlier answers in the history.
     `progress(answers done, answers in all, new tokens)` is called after each batch. Raises DataError when `out.part`
@@ -55,22 +90,22 @@ def regenerate(
     room = target.spec.max_position - config.max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"regenerate.max_new_tokens: got {config.max_new_tokens}, which leaves no room for a prompt; "
+            f"max_new_tokens: got {config.max_new_tokens}, which leaves no room for a prompt; "
             f"accepted: less than the target's {target.spec.max_position} positions"
         )
-    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position)
+    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs=config.template_kwargs)
     part = _Part(out.with_name(out.name + ".part"), _key(target, rows, config))
     answers: dict[tuple[int, int], dict[str, str]] = {}
     total = sum(len(row["turns"]) for row in rows)
     for number, (turn, members) in enumerate(_batches(rows, config.batch_size)):
         done, tokens = part.get(number), 0
         if done is None:
-            prompts = [encoder.prompt(_history(rows[i]["turns"], answers, i, turn))[-room:] for i in members]
+            prompts = [encoder.prompt(_history(rows[i], answers, i, turn))[-room:] for i in members]
             done, tokens = _answer(target, prompts, config, seed=config.seed + number)
             part.add(number, done)
         answers.update({(index, turn): answer for index, answer in zip(members, done, strict=True)})
         progress(len(answers), total, tokens)
-    _write(out, rows, answers)
+    _write(out, rows, answers, weights_hash=target.spec.weights_hash)
     part.path.unlink()
 
 
@@ -82,14 +117,17 @@ def _batches(rows: list[dict[str, Any]], size: int) -> Iterator[tuple[int, list[
             yield turn, members[start : start + size]
 
 
-def _history(turns: list[str], answers: dict[tuple[int, int], dict[str, str]], row: int, turn: int) -> "list[Message]":
-    """What was said in `row` up to its user turn `turn`, included."""
+def _history(
+    row: dict[str, Any], answers: dict[tuple[int, int], dict[str, str]], index: int, turn: int
+) -> "list[Message]":
+    """What was said in `row`, number `index`, up to its user turn `turn`, included."""
     from drafters.types import Message
 
-    history = []
+    turns = row["turns"]
+    history = [Message(role="system", content=row["system"])] if row.get("system") else []
     for t in range(turn):
         history.append(Message(role="user", content=turns[t]))
-        history.append(Message(role="assistant", content=answers[row, t]["content"]))
+        history.append(Message(role="assistant", content=answers[index, t]["content"]))
     return [*history, Message(role="user", content=turns[turn])]
 
 
@@ -149,18 +187,24 @@ class _Part:
 
 
 def _key(target: "FrozenTarget", rows: list[dict[str, Any]], config: RegenerateConfig) -> str:
-    what = [rows, vars(config), target.spec.weights_hash, target.spec.template_hash]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    settings = vars(config)
+    if not config.template_kwargs:  # without them keys stay what they were before there were any
+        settings = {name: value for name, value in settings.items() if name != "template_kwargs"}
+    what = [rows, settings, target.spec.weights_hash, target.spec.template_hash]
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _write(out: Path, rows: list[dict[str, Any]], answers: dict[tuple[int, int], dict[str, str]]) -> None:
+def _write(
+    out: Path, rows: list[dict[str, Any]], answers: dict[tuple[int, int], dict[str, str]], *, weights_hash: str
+) -> None:
     lines = []
     for i, row in enumerate(rows):
         messages: list[dict[str, str]] = []
         for turn, text in enumerate(row["turns"]):
             messages += [{"role": "user", "content": text}, {"role": "assistant", **answers[i, turn]}]
         kept = {k: v for k, v in row.items() if k != "turns"}
-        lines.append(json.dumps({**kept, "messages": messages}, ensure_ascii=False))
+        made = {**kept, "answered_by": weights_hash, "messages": messages}
+        lines.append(json.dumps(made, ensure_ascii=False, default=str))
     text = ("\n".join(lines) + "\n").encode()
     temp = out.with_name(out.name + ".tmp")
     with temp.open("wb") as stream:
@@ -170,42 +214,97 @@ def _write(out: Path, rows: list[dict[str, Any]], answers: dict[tuple[int, int],
 
 
 def read_prompts(path: Path, *, limit: int | None) -> list[dict[str, Any]]:
-    """Rows with `id` and `turns`. Raises DataError naming the file and line at fault."""
+    """Rows with `id`, `turns` (user texts), perhaps `system`, and their other fields, of any file that can be a source.
+
+    Warns of rows that are left out. Raises DataError naming the file and line at fault.
+    """
+    from data.sources.shapes import SkipRow
+
     if not path.is_file():
         raise DataError(f"prompts: no file {path}; `python -m data.samples.prompts` writes the bundled ones")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    rows: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+    for number, row in _numbered_rows(path):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"prompts: {path} line {number} is not JSON: {error}") from error
-        turns = row.get("turns") if isinstance(row, dict) else None
-        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
-            raise DataError(f"prompts: {path} line {number} needs `turns`, a list of user texts")
-        rows.append({"id": f"{path.stem}-{number:05d}", **row})
+            rows.append(_prompt_row(row, number=number, path=path))
+        except SkipRow as reason:
+            left_out[str(reason)] += 1
+        if len(rows) == limit:
+            break
+    counts = ", ".join(f"{count} rows: {reason}" for reason, count in left_out.items())
     if not rows:
-        raise DataError(f"prompts: {path} is empty")
-    return rows[:limit]
+        raise DataError(f"prompts: nothing to answer in {path}; {counts or 'it is empty'}")
+    if counts:
+        warnings.warn(f"prompts: {path}: left out {counts}", stacklevel=2)
+    return rows
 
 
-@hydra.main(version_base=None, config_path="../conf", config_name="regenerate")
+def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows by number from 1. JSON lines are read here, since the library that reads the other formats gives all rows
+    the same fields."""
+    from data.sources.read import check_file, file_rows
+
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
+        check_file(path)
+        yield from enumerate(file_rows(path), start=1)
+        return
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except ValueError as error:
+        raise DataError(f"prompts: {path} line {number} is not JSON: {error}") from error
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"prompts: {path} cannot be read: {error}") from error
+
+
+def _prompt_row(row: Any, *, number: int, path: Path) -> dict[str, Any]:
+    """A row of any shape as `turns`, without its answers. Raises SkipRow, and DataError for one that is malformed."""
+    from data.sources.shapes import SkipRow, find_shape, to_conversation
+
+    where = f"{path} line {number}"
+    if not isinstance(row, dict):
+        raise DataError(f"prompts: {where}: expected a JSON object, got {type(row).__name__}")
+    shape = find_shape(row, where=where, key="prompts")
+    messages = to_conversation(row, shape=shape, number=number, source="", where=f"prompts: {where}").messages
+    if {message.role for message in messages} - {"system", "user", "assistant"}:
+        raise SkipRow("roles other than system, user and assistant")
+    turns = [message.content for message in messages if message.role == "user"]
+    if not turns or not all(turns):
+        raise SkipRow("no user message, or an empty one")
+    system = [message.content for message in messages if message.role == "system"][:1]
+    name = row["id"] if row.get("id") is not None else f"{Path(path.name.removesuffix('.gz')).stem}-{number:05d}"
+    kept = {column: value for column, value in row.items() if column not in KNOWN}
+    return {"id": name, **kept, **({"system": system[0]} if system else {}), "turns": turns}
+
+
+def run(cfg: DictConfig) -> None:
+    """Read the prompts, load the target, answer."""
+    from drafters.config import to_plain, typed
+    from drafters.door import load_target, progress_bar, say
+
+    plain = to_plain(cfg)
+    config, files = (
+        typed(schema, {f.name: plain[f.name] for f in fields(schema)}, key="")
+        for schema in (RegenerateConfig, FilesConfig)
+    )
+    out = Path(files.out).expanduser()
+    if out.exists() and not files.overwrite:
+        raise DataError(f"out: {out} is finished; remove it, choose another out=, or overwrite=true to replace it")
+    rows = read_prompts(Path(files.prompts).expanduser(), limit=files.limit)
+    target = load_target(plain["target"], device=files.device)
+    with progress_bar("answers", unit="tokens/s") as advance:
+        regenerate(target, rows, out, config, progress=advance)
+    say(f"Written: {out}")
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="regenerate")
 def main(cfg: DictConfig) -> None:
-    """The door: load the target, answer, show progress."""
-    from drafters.door import door, pick_device, progress_bar
+    from drafters.door import door
 
     with door():
-        from drafters.config import typed
-        from drafters.target import FrozenTarget
-
-        settings = {name: cfg[name] for name in RegenerateConfig.__dataclass_fields__}
-        config = typed(RegenerateConfig, settings, key="regenerate")
-        if config.max_new_tokens < 1 or config.batch_size < 1:
-            raise ConfigError("regenerate: max_new_tokens and batch_size must be 1 or more")
-        rows = read_prompts(Path(cfg.prompts), limit=cfg.limit)
-        choice = {k: v for k, v in cfg.target.items() if k in ("weights", "sha256", "dtype", "mask_token")}
-        target = FrozenTarget.load(**choice, device=pick_device(cfg.device))
-        with progress_bar("answers", unit="tokens/s") as advance:
-            regenerate(target, rows, Path(cfg.out), config, progress=advance)
+        run(cfg)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #     python -m data.show source=jsonl source.path=FILE n=2
 #     python -m data.show tokenizer=FOLDER            # another tokenizer than the target's
 
-import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,21 @@ if TYPE_CHECKING:
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
-def show(config: DictConfig) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig:
+    """The settings of this door beside the source and the target."""
+
+    n: int = 2
+    tokenizer: str | None = None
+    max_length: int = 2048
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n: got {self.n}; accepted: a whole number from 1")
+
+
+def show(cfg: DictConfig) -> None:
     """Print `n` conversations of the source and what is supervised in them. Raises DataError when nothing is."""
     from itertools import islice
 
@@ -27,14 +41,13 @@ def show(config: DictConfig) -> None:
 
     from data.sources import load_conversations
     from drafters.chat import ChatEncoder, EncodeError
-    from drafters.config import build_config, to_plain
-    from drafters.errors import ConfigError
+    from drafters.config import build_config, to_plain, typed
 
-    if not isinstance(config.n, int) or config.n < 1:
-        raise ConfigError(f"n: got {config.n!r}; accepted: a whole number from 1")
-    _, source = build_config(config.source, key="source")
-    tokenizer = _tokenizer(config)
-    encoder = ChatEncoder(tokenizer, max_length=config.max_length, template_kwargs=to_plain(config.template_kwargs))
+    plain = to_plain(cfg)
+    config = typed(ShowConfig, {f.name: plain[f.name] for f in fields(ShowConfig)}, key="")
+    _, source = build_config(cfg.source, key="source")
+    tokenizer = _tokenizer(config.tokenizer, plain["target"])
+    encoder = ChatEncoder(tokenizer, max_length=config.max_length, template_kwargs=config.template_kwargs)
     console = Console(highlight=False)
     failures, num_shown = [], 0
     for conversation in islice(load_conversations(source), config.n):
@@ -54,20 +67,21 @@ def show(config: DictConfig) -> None:
         raise failures[0]
 
 
-def _tokenizer(config: DictConfig) -> Any:
+def _tokenizer(name: str | None, target: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     from drafters.errors import ConfigError
     from drafters.weights import load_tokenizer
 
-    if config.tokenizer is None:
-        return load_tokenizer(config.target.weights, sha256=config.target.sha256)
-    if not Path(config.tokenizer).is_dir():
-        raise ConfigError(f"tokenizer: no folder '{config.tokenizer}'; give one that holds a tokenizer.json, or null")
+    if name is None:
+        return load_tokenizer(target["weights"], sha256=target["sha256"])
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"tokenizer: no folder '{name}'; give one that holds a tokenizer.json, or null")
     try:
-        return AutoTokenizer.from_pretrained(config.tokenizer)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer: none in '{config.tokenizer}': {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"tokenizer: none in '{name}': {str(error).splitlines()[0]}") from error
 
 
 def _highlighted(example: "Example", tokenizer: Any, *, marks: bool) -> "Text":
@@ -88,14 +102,11 @@ def _highlighted(example: "Example", tokenizer: Any, *, marks: bool) -> "Text":
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="show")
-def main(config: DictConfig) -> None:
-    from drafters.errors import DraftersError
+def main(cfg: DictConfig) -> None:
+    from drafters.door import door
 
-    try:
-        show(config)
-    except DraftersError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(1)
+    with door():
+        show(cfg)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ class StatesLoader:
             )
         # Steps of validation need not be mixed: equal lengths waste no padding.
         lengths = source.lengths
+        self._last_order: tuple[int, list[int]] = (-1, [])
         self.indices = list(indices) if finished else sorted(indices, key=lambda i: (lengths[i], i))
 
     def __len__(self) -> int:
@@ -121,6 +122,11 @@ class StatesLoader:
         return collate(samples, layer_ids=self.needs.layer_ids, seed=seed)
 
     def _order(self, epoch: int) -> list[int]:
+        if self._last_order[0] != epoch:
+            self._last_order = (epoch, self._draw_order(epoch))
+        return self._last_order[1]
+
+    def _draw_order(self, epoch: int) -> list[int]:
         if not self.finished:
             return list(range(len(self.indices)))
         generator = torch.Generator().manual_seed(batch_seed("order", self.config.seed, epoch))

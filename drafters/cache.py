@@ -5,7 +5,6 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.codecs import find_codec
 from drafters.errors import DataError
+from drafters.files import file_sha256, flush, save_tensors
 from drafters.spec import TargetSpec
 from drafters.types import Example, Needs
 
@@ -309,14 +308,7 @@ class HiddenCache:
 def write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> Shard:
     """Write a shard under a temporary name, flush it to the disk, and rename it."""
     partial = folder / PARTIAL / name
-    try:
-        save_file(tensors, partial)
-    except SafetensorError as error:
-        # It tells the number of an operating system's error in its text only.
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), str(error)) from error
-        raise
-    partial.chmod(0o644)  # safetensors makes files that only their owner can read
+    save_tensors(tensors, partial)
     sha256, num_bytes = file_sha256(partial), partial.stat().st_size
     _into_place(partial, folder / name)
     num_samples, num_tokens = len(tensors["offsets"]) - 1, len(tensors["tokens"])
@@ -335,24 +327,10 @@ def json_bytes(values: dict[str, Any], *, indent: int | None = None) -> bytes:
     return (json.dumps(values, indent=indent) + "\n").encode()
 
 
-def file_sha256(path: Path) -> str:
-    """sha256 (hex) of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _into_place(partial: Path, path: Path) -> None:
-    _flush(partial)
+    flush(partial)
     os.replace(partial, path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(path.parent)
 
 
 def _short(value: Any) -> str:

@@ -2,24 +2,22 @@
 # folder appears whole or not at all, and loading it checks bytes, names, shapes and the target it was trained for.
 
 import errno
-import hashlib
 import json
-import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import drafters
 from drafters.config import locate, typed
 from drafters.errors import CheckpointError, ConfigError
+from drafters.files import file_sha256, flush, save_tensors
 from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
 
@@ -53,14 +51,14 @@ def save_drafter(
     try:
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir(parents=True)
-        save_file(tensors, temp / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, temp / WEIGHTS)
         config = {
             "schema": SCHEMA,
             "drafters_version": drafters.__version__,
             "drafter": {"_target_": _class_path(drafter), **asdict(drafter.config)},
             "target": spec.to_dict(),
             "draft_vocab_size": tensors["d2t"].numel() if "d2t" in tensors else None,
-            "weights": {"file": WEIGHTS, "sha256": _sha256(temp / WEIGHTS)},
+            "weights": {"file": WEIGHTS, "sha256": file_sha256(temp / WEIGHTS)},
             "provenance": dict(provenance or {}),
         }
         (temp / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -89,7 +87,7 @@ def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_ot
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS}; give the `drafter` folder of a run")
-    digest = _sha256(weights)
+    digest = file_sha256(weights)
     if digest != config["weights"]["sha256"]:
         raise CheckpointError(
             f"{weights}: sha256 is {digest}, {CONFIG} says {config['weights']['sha256']}; "
@@ -109,7 +107,7 @@ def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: Tar
     weights. Raises CheckpointError when the file is damaged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
             f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name="
@@ -151,7 +149,7 @@ def replace_path(temp: Path, final: Path) -> None:
     fall back to.
     """
     for path in [temp, *temp.rglob("*")]:
-        _fsync(path)
+        flush(path)
     if final.is_dir():
         old = _beside(final, "old")
         shutil.rmtree(old, ignore_errors=True)
@@ -161,7 +159,7 @@ def replace_path(temp: Path, final: Path) -> None:
     else:
         temp.replace(final)
         shutil.rmtree(_beside(final, "old"), ignore_errors=True)
-    _fsync(final.parent)
+    flush(final.parent)
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
@@ -224,17 +222,3 @@ def _present(folder: Path) -> Path:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(PermissionError):  # some network disks do not sync folders
-            os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -167,10 +167,10 @@ def measure_and_write(
     out: Path,
     provenance: Mapping[str, Any],
 ) -> "Report":
-    """Measure with a progress bar, write report.json, report.md and the picture into `out`, print the tables.
+    """Measure with a progress bar, print the tables, write report.json, report.md and the picture into `out`.
 
     `provenance` says what was measured; the command and the target are added to it. Raises CheckpointError when `out`
-    cannot be written.
+    cannot be made (before anything is measured) or written (the tables are on the screen then).
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -179,6 +179,10 @@ def measure_and_write(
     from drafters.decoding.measure import measure
     from drafters.decoding.report import render
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(out, error) from error
     note = TextColumn("{task.fields[note]}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
     facts = {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), **provenance, "target": _named(target)}
@@ -192,11 +196,11 @@ def measure_and_write(
             bar.update(tasks[phase], completed=done, total=total, note=text)
 
         report = measure(target, drafter, prompts, config, provenance=facts, progress=progress)
+    say(render(report))
     try:
         report.save(out)
     except OSError as error:
         raise write_error(out, error) from error
-    say(render(report))
     say(f"Written: {out / 'report.md'}")
     return report
 

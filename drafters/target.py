@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.files import save_tensors
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec, check_layer_ids
 from drafters.target_probe import check, read_spec
@@ -61,13 +62,11 @@ class TargetHead:
 
     def save(self, folder: Path) -> None:
         """Write `target_head.safetensors` and `target_spec.json` into `folder`."""
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"embedding": self.embedding_VD.contiguous()}
         if not self.spec.tied_head:
             tensors["lm_head"] = self.lm_head_VD.contiguous()
-        save_file(tensors, folder / "target_head.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, folder / "target_head.safetensors")
         (folder / "target_spec.json").write_text(json.dumps(self.spec.to_dict(), indent=1) + "\n")
 
     @classmethod

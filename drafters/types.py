@@ -32,11 +32,13 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages in order; `id` is stable across runs, `source` names the data source for breakdowns."""
+    """Messages in order; `id` is stable across runs, `source` names the data source for breakdowns,
+    `answered_by` is the weights hash of the target that wrote the answers (None: not known)."""
 
     id: str
     messages: tuple[Message, ...]
     source: str = ""
+    answered_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

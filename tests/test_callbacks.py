@@ -99,6 +99,32 @@ def test_without_validation_the_last_weights_are_saved(tmp_path):
     assert same_weights(load_drafter(tmp_path / "drafter", spec=SPEC), run.module.drafter)
 
 
+def test_without_a_finite_validation_the_last_weights_are_saved(tmp_path):
+    class Lost(DistillModule):
+        def on_validation_epoch_end(self):
+            self.log("val/accepted_length", float("nan"))
+
+    run = Run(tmp_path)
+    run.module = Lost(toy(), ToyHead(), run.optim)
+    with pytest.warns(UserWarning, match="no validation gave a finite val/accepted_length"):
+        run.fit()
+    assert same_weights(load_drafter(tmp_path / "drafter", spec=SPEC), run.module.drafter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"save_every_n_steps": 0}, "save_every_n_steps: got 0; accepted: 1 or more"),
+        ({"save_every_minutes": 0}, "save_every_minutes: got 0; must be above 0"),
+        ({"probe_every_n_steps": 0}, "probe_every_n_steps: got 0; accepted: 1 or more, or null for never"),
+    ],
+    ids=str,
+)
+def test_a_pace_of_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CallbackConfig(**settings)
+
+
 def test_an_unknown_monitor_lists_the_metrics(tmp_path):
     with pytest.raises(ConfigError, match=r"no metric 'val/speed'; accepted: .*val/accepted_length"):
         Run(tmp_path, config={"monitor": "val/speed"}).fit()
@@ -151,7 +177,9 @@ def test_the_probe_runs_logs_and_costs_no_budget(tmp_path, monkeypatch):
     with open(run.trainer.logger.log_dir + "/metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["probe/accepted_length"]) for row in rows if row["probe/accepted_length"]] == [1.9, 1.9]
-    assert any(row["val/accepted_length"] for row in rows)
+    measured = [row for row in rows if row["val/accepted_length"] or row["probe/accepted_length"]]
+    assert len(measured) == 4 + 2
+    assert all(float(row["positions"]) > 0 and row["minutes"] for row in measured)
 
 
 def test_a_probe_far_below_the_teacher_forced_number_warns(tmp_path):

@@ -15,8 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 from data import capture as door
-from drafters import cache as cache_module
-from drafters import cache_writer
+from drafters import cache_writer, files
 from drafters.cache import HiddenCache, Manifest
 from drafters.cache_writer import CaptureConfig, capture
 from drafters.errors import ConfigError, DataError
@@ -99,16 +98,16 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from drafters import cache, cache_writer
+from drafters import cache, cache_writer, files
 from tests.cache_cases import captured
 from tests.tiny import tiny_target
 
 target, root = tiny_target(), Path(sys.argv[1])
-saves, replaces, real_save, real_replace = [], [], cache.save_file, os.replace
+saves, replaces, real_save, real_replace = [], [], files.save_file, os.replace
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 def child(folder, point):
-    def save_file(tensors, path):
+    def save_file(tensors, path, metadata=None):
         saves.append(path)
         if point == "in a shard" and len(saves) == 2:
             real_save(tensors, path)
@@ -125,7 +124,7 @@ def child(folder, point):
             die()
 
     point_count = 3 if "cache.json" in point else 1
-    cache.save_file, cache.os.replace = save_file, replace
+    files.save_file, cache.os.replace = save_file, replace
     captured(target, folder)
 
 def forked(folder, point):
@@ -205,15 +204,15 @@ def test_a_disk_too_small_is_refused_before_anything_is_stored(target, tmp_path,
     [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")],
 )
 def test_a_disk_that_fills_up_loses_nothing(target, tmp_path, monkeypatch, error):
-    real, saved = cache_module.save_file, []
+    real, saved = files.save_file, []
 
-    def save_file(tensors, path):
+    def save_file(tensors, path, metadata=None):
         saved.append(path)
         real(tensors, path)
         if len(saved) == 3:
             raise error
 
-    monkeypatch.setattr(cache_module, "save_file", save_file)
+    monkeypatch.setattr(files, "save_file", save_file)
     with pytest.raises(DataError, match=r"no space left on the disk of .*the same command goes on"):
         captured(target, tmp_path / "c")
     assert sum(shard is not None for shard in Manifest.load(tmp_path / "c").shards) == 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from drafters.checkpoint import load_drafter, read_config, save_drafter
 from drafters.errors import CheckpointError
@@ -149,11 +150,12 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new(saved, monkeypatch, cal
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
 
 
-def test_a_full_disk_keeps_what_was_there(saved, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("No space left (os error 28)")])
+def test_a_full_disk_keeps_what_was_there(saved, monkeypatch, error):
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr("drafters.checkpoint.save_file", full)
+    monkeypatch.setattr("drafters.files.save_file", full)
     with pytest.raises(CheckpointError, match="no space left on the disk; what was saved there before is unchanged"):
         save_drafter(toy(width=20), saved[1], spec=SPEC)
     assert loads_as(saved[1]) == 12

@@ -52,12 +52,21 @@ def test_a_run_leaves_a_drafter_and_a_report(first):
     assert report["provenance"]["weights"].endswith("/target")
     assert report["provenance"]["drafter"]["class"] == "drafters.heads.block.BlockDrafter"
     assert {"data_hash", "sha256", "step", "seed"} <= set(report["provenance"]["drafter"])
-    assert "| tokens/s with and without |" in (first / "report.md").read_text()
+    page = (first / "report.md").read_text()
+    assert "| tokens/s with and without |" in page
+    for picture in ("acceptance.png", "training.png"):
+        assert f"]({picture})" in page
+        assert (first / picture).read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (first / "drafter").iterdir()} == {"config.json", "model.safetensors"}
     assert [path.name for path in (first / "checkpoints").iterdir()] == ["last.ckpt"]
     assert "probe/accepted_length" in (first / "logs" / "version_0" / "metrics.csv").read_text()
     # Lightning's own ModelCheckpoint stays out.
     assert [path.relative_to(first) for path in first.rglob("*.ckpt")] == [Path("checkpoints/last.ckpt")]
+
+
+def test_the_trainer_computes_where_the_target_is():
+    assert train.place(torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1]}
+    assert train.place(torch.device("cpu")) == {"accelerator": "cpu", "devices": 1}
 
 
 def test_a_finished_run_is_left_alone(world, first, capsys):
@@ -129,7 +138,7 @@ def test_evaluate_measures_the_prompts_of_several_files(world, first, tmp_path, 
     out = [f"out={tmp_path}"] if length == "auto" else []
     own = (f"run={first}", "device=cpu", "source=jsonl", files, f"length={length}", "max_new_tokens=12", *out)
     evaluate.evaluate(settings("evaluate", *own))
-    folder = tmp_path if out else first / "evaluate" / "code-maths"
+    (folder,) = [tmp_path] if out else (first / "evaluate").glob("code-maths-length2-*")
     report = json.loads((folder / "report.json").read_text())
     assert set(report) >= CONTRACT
     assert set(report["by_source"]) == {"maths", "code"}

@@ -23,12 +23,14 @@ TRUNK_IMPORTS = {
     "chat.py": {"jinja2", "transformers"},
     "checkpoint.py": {"safetensors"},
     "config.py": {"omegaconf"},
+    "files.py": {"safetensors"},
     "decoding/report.py": {"matplotlib", "rich"},
     "door.py": {"rich"},
     "kv_cache.py": {"transformers"},
     "target.py": {"safetensors", "transformers"},
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},
+    "training/curve.py": {"matplotlib"},
     "weights.py": {"gguf", "huggingface_hub", "safetensors", "transformers"},
 }
 # What a door may not import before it knows what it was asked for: `--cfg job` must answer at once.

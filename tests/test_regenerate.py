@@ -1,6 +1,7 @@
 # The target answers prompts itself: killed anywhere, the same command ends with the same bytes.
 
 import gzip
+import hashlib
 import json
 import signal
 import subprocess
@@ -9,14 +10,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 
-from data.regenerate import RegenerateConfig, read_prompts, regenerate
+from data.regenerate import RegenerateConfig, _key, read_prompts, regenerate, run
+from data.sources import SourceConfig, load_conversations
 from drafters.chat import ChatEncoder
+from drafters.decoding import loop
+from drafters.decoding.loop import DecodeConfig, decode
 from drafters.errors import ConfigError, DataError
 from drafters.target import FrozenTarget
 from drafters.types import Message
+from tests.door_world import settings
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
@@ -31,9 +37,9 @@ ROWS = [
 CONFIG = RegenerateConfig(temperature=1.0, max_new_tokens=12, batch_size=2, seed=3)
 
 
-def make_target(folder=None):
+def make_target(folder=None, template="chatml"):
     """Stops at about every second answer: the end-of-turn row of the head is one that often wins."""
-    tokenizer = tiny_tokenizer("chatml")
+    tokenizer = tiny_tokenizer(template)
     model = tiny_llama(vocab_size=len(tokenizer), eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"))
     with torch.no_grad():
         model.lm_head.weight[tokenizer.convert_tokens_to_ids("<|im_end|>")] *= 16
@@ -60,10 +66,11 @@ def rows_of(content):
     return [json.loads(line) for line in gzip.decompress(content).decode().splitlines()]
 
 
-def test_every_turn_is_answered_in_order(whole):
+def test_every_turn_is_answered_in_order(target, whole):
     rows = rows_of(whole)
     assert [row["id"] for row in rows] == ["a", "b", "c", "d", "e"]
     for row, asked in zip(rows, ROWS, strict=True):
+        assert row.pop("answered_by") == target.spec.weights_hash
         assert {k: v for k, v in row.items() if k != "messages"} == {k: v for k, v in asked.items() if k != "turns"}
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * len(asked["turns"])
         assert [m["content"] for m in row["messages"][::2]] == asked["turns"]
@@ -130,7 +137,8 @@ def test_a_kill_between_batches_or_inside_a_line_changes_nothing(target, whole, 
 def test_a_killed_process_goes_on(tmp_path):
     """The same through the door, with SIGKILL."""
     folder, prompts, out = tmp_path / "target", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl.gz"
-    target, rows, config = make_target(folder), ROWS * 4, replace(CONFIG, max_new_tokens=64, batch_size=1, seed=0)
+    rows, config = ROWS * 4, replace(CONFIG, max_new_tokens=64, batch_size=1, seed=0)
+    make_target(folder)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [f"target.weights={folder}", "target.sha256=null", "target.dtype=float32", "target.mask_token=1"]
     settings += [
@@ -151,6 +159,7 @@ def test_a_killed_process_goes_on(tmp_path):
     assert 4 <= part.read_bytes().count(b"\n") < 1 + 4 * 8
     assert not out.exists()
     assert subprocess.run(command, check=False, **where).returncode == 0
+    target = FrozenTarget.load(str(folder), dtype="float32", mask_token=1)
     regenerate(target, rows, tmp_path / "whole.jsonl.gz", config)
     assert out.read_bytes() == (tmp_path / "whole.jsonl.gz").read_bytes()
 
@@ -173,6 +182,26 @@ def test_anything_that_changes_the_answers_is_refused(target, tmp_path):
     part.write_bytes(before.replace(b'"batch"', b'"botch"'))
     with pytest.raises(DataError, match="is damaged"):
         regenerate(target, ROWS, out, CONFIG)
+
+
+def test_template_settings_change_the_prompts_and_the_key(tmp_path, monkeypatch):
+    target = make_target(template="qwen3")
+    keys = {
+        _key(target, ROWS, replace(CONFIG, template_kwargs=kwargs))
+        for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True})
+    }
+    assert len(keys) == 3
+    # Without any the key is the one of before there were any, so that older unfinished files go on.
+    settings = {name: value for name, value in vars(CONFIG).items() if name != "template_kwargs"}
+    what = [ROWS, settings, target.spec.weights_hash, target.spec.template_hash]
+    assert _key(target, ROWS, CONFIG) == hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    asked = []
+    monkeypatch.setattr(loop, "decode", lambda target, drafter, prompts, config: asked.append(prompts) or [])
+    for kwargs in ({}, {"enable_thinking": False}):
+        with pytest.raises(ValueError, match="shorter"):
+            regenerate(target, ROWS[:1], tmp_path / f"{len(asked)}.jsonl", replace(CONFIG, template_kwargs=kwargs))
+    texts = [target.tokenizer.decode(prompts[0]) for prompts in asked]
+    assert texts[1] == texts[0] + "<think>\n\n</think>\n\n"
 
 
 def test_prompts_that_leave_no_room_are_refused(target, tmp_path):
@@ -198,11 +227,11 @@ def test_prompts_are_read_with_an_id_each(tmp_path):
     [
         ("", "is empty"),
         ('{"turns": ["a"]}\n{torn', "line 2 is not JSON"),
-        ('{"prompt": "a"}', "line 1 needs `turns`, a list of user texts"),
-        ('{"turns": []}', "line 1 needs `turns`"),
-        ('{"turns": ["a", ""]}', "line 1 needs `turns`"),
-        ('{"turns": "a"}', "line 1 needs `turns`"),
-        ("[1]", "line 1 needs `turns`"),
+        ('{"text": "a"}', r"prompts: no messages in .*p\.jsonl line 1: its columns are text; accepted: (?!.*source)"),
+        ('{"turns": []}', "1 rows: no messages"),
+        ('{"turns": ["a", ""]}', "1 rows: no user message, or an empty one"),
+        ('{"turns": "a"}', "line 1: `turns` should be a list"),
+        ("[1]", "line 1: expected a JSON object, got list"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, text, message):
@@ -215,3 +244,81 @@ def test_bad_rows_are_named(tmp_path, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"no file .*gone\.jsonl; `python -m data\.samples\.prompts` writes"):
         read_prompts(tmp_path / "gone.jsonl", limit=None)
+
+
+def test_lines_end_only_where_json_lines_do(tmp_path):
+    """Unicode's own line ends may stand in a text; blank lines say nothing."""
+    path, text = tmp_path / "p.jsonl", "one\u2028two\u2029three\x85four"
+    path.write_text(json.dumps({"turns": [text]}, ensure_ascii=False) + '\n\n{"turns": ["five"]}\n\n', encoding="utf-8")
+    assert [row["turns"] for row in read_prompts(path, limit=None)] == [[text], ["five"]]
+    assert [row["id"] for row in read_prompts(path, limit=None)] == ["p-00001", "p-00003"]
+
+
+def test_prompts_come_from_any_source_file(target, tmp_path):
+    messages = [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Red.", "finish_reason": "stop"}]
+    shapes = [
+        {"id": "m", "note": 3, "messages": [{"role": "system", "content": "Speak."}, *messages]},
+        {"id": "s", "note": 3, "system": "Speak.", "conversations": [{"from": "human", "value": "Sky?"}]},
+        {"id": "p", "note": 3, "system": "Speak.", "prompt": "Sky?", "response": "Red.", "finish_reason": "stop"},
+        {"id": "t", "note": 3, "system": "Speak.", "turns": ["Sky?"]},
+    ]
+    for row in shapes:
+        expected = {"id": row["id"], "note": 3, "system": "Speak.", "turns": ["Sky?"]}
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+        (tmp_path / "a.json").write_text(json.dumps([row]))
+        datasets.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
+        for name in ("a.jsonl.gz", "a.json", "a.parquet"):
+            assert read_prompts(tmp_path / name, limit=None) == [expected], name
+    tool = {"messages": [*messages, {"role": "tool", "content": "x"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(tool) + "\n" + json.dumps(shapes[0]) + "\n")
+    with pytest.warns(UserWarning, match=r"a\.jsonl: left out 1 rows: roles other than system, user and assistant"):
+        (asked,) = read_prompts(tmp_path / "a.jsonl", limit=None)
+    out, greedy = tmp_path / "out.jsonl", replace(CONFIG, temperature=0.0)
+    regenerate(target, [asked], out, greedy)
+    (conversation,) = load_conversations(SourceConfig(path=str(out)))
+    assert [m.role for m in conversation.messages] == ["system", "user", "assistant"]
+    prompt = ChatEncoder(target.tokenizer, max_length=512).prompt(conversation.messages[:2])
+    (answer,) = decode(target, None, [prompt], DecodeConfig(max_new_tokens=greedy.max_new_tokens))
+    kept = [token for token in answer.tokens if token not in target.spec.eos_ids]
+    assert conversation.messages[2].content == target.tokenizer.decode(kept)
+
+
+@pytest.fixture
+def door(tmp_path):
+    """The settings of the door on a small target, and the place of its result."""
+    make_target(tmp_path / "target")
+    (tmp_path / "p.jsonl").write_text('{"turns": ["Sky?"]}\n{"turns": ["Grass?"]}\n')
+    own = [f"target.weights={tmp_path}/target", "target.sha256=null", "target.dtype=float32", "target.mask_token=1"]
+    own += [f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/out.jsonl", "max_new_tokens=8", "device=cpu"]
+    return lambda *more: run(settings("regenerate", *own, *more))
+
+
+def test_a_finished_file_is_not_replaced_unasked(door, tmp_path):
+    door("limit=1")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert before.count(b"\n") == 1
+    with pytest.raises(DataError, match=r"out\.jsonl is finished; remove it, choose another out=, or overwrite=true"):
+        door()
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    door("overwrite=true")
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("limit=abc", r"^limit: got 'abc'.*Integer"),
+        ("limit=0", r"^limit: got 0; accepted: 1 or more"),
+        ("batch_size=abc", r"^batch_size: got 'abc'.*Integer"),
+        ("max_new_tokens=0", r"^max_new_tokens: got 0; accepted: 1 or more"),
+        ("overwrite=perhaps", r"^overwrite: got 'perhaps'"),
+        ("prompts=[a.jsonl]", r"^prompts: got "),
+        ("out=null", r"^out: got None"),
+        ("out=chats.parquet", r"^out: got 'chats\.parquet'; accepted: a name that ends with \.jsonl"),
+        ("+target.weight=x", r"^target\.weight: unknown setting; accepted: name, weights"),
+        ("template_kwargs=3", r"^template_kwargs: got 3"),
+    ],
+)
+def test_wrong_settings_are_named(door, override, message):
+    with pytest.raises(ConfigError, match=message):
+        door(override)

@@ -1,9 +1,11 @@
 # A whole measurement on tiny models: every key is there, numbers agree with each other, files can be read back.
 
+import importlib.util
 import io
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from drafters.errors import ConfigError, DataError
 from drafters.types import Needs, Sampling
 from tests.copy_drafter import CopyDrafter, sharp_target
 
+ROOT = Path(__file__).resolve().parent.parent
 GAMMA = 3
 CONTRACT = {
     "schema",
@@ -131,8 +134,9 @@ def test_saved_reports_read_back(report, tmp_path):
     console.print(render(report))
     summary = console.file.getvalue().split("Acceptance by")[0].splitlines()
     assert f"{report.speedup:.2f}x" in "".join(summary)
-    # The title, two rules, and no row of the ten on two lines.
-    assert len(summary) == 13
+    assert "6, first turn only" in "".join(summary)
+    # The title, two rules, and no row of the eleven on two lines.
+    assert len(summary) == 14
 
 
 def test_numbers_that_nobody_measured_are_null(report, tmp_path):
@@ -155,6 +159,10 @@ def test_foreign_and_damaged_reports_are_refused(report, tmp_path):
         Report.load(path)
     with pytest.raises(DataError, match="missing"):
         Report.load(tmp_path / "missing.json")
+    for damaged in ([1], {**report.to_dict(), "costs": None}, {**report.to_dict(), "accepted_length_ci95": None}):
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(DataError, match=r"report .*report\.json: .*run the evaluation again"):
+            Report.load(path)
     path.write_text(json.dumps({**report.to_dict(), "schema": 99}))
     with pytest.raises(DataError, match="schema 99"):
         Report.load(path)
@@ -226,3 +234,27 @@ def test_dispatch_share_falls_when_the_arithmetic_grows():
     large = sharp_target(vocab_size=64, scale=1, hidden_size=512, intermediate_size=2048)
     prompt = torch.arange(3, 9)
     assert dispatch_share(small, prompt) > dispatch_share(large, prompt) + 0.1
+
+
+@pytest.fixture(scope="module")
+def check_report():
+    """The script that CI checks a report with, as a module."""
+    spec = importlib.util.spec_from_file_location("check_report", ROOT / ".ci" / "check_report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_check_of_ci_passes_a_good_report_and_names_nulls(report, check_report, tmp_path, capsys):
+    report.save(tmp_path)
+    path = tmp_path / "report.json"
+    assert check_report.KEYS == CONTRACT
+    assert check_report.main(path) == 0
+    nulls = dict.fromkeys((*check_report.POSITIVE, "accepted_length", "acceptance_by_position"))
+    path.write_text(json.dumps({**report.to_dict(), **nulls}))
+    assert check_report.main(path) == 1
+    said = capsys.readouterr().out
+    for key in nulls:
+        assert f"\n{key} " in said
+    path.write_text("{")
+    assert check_report.main(path) == 1

@@ -19,7 +19,7 @@ from drafters.errors import CheckpointError
 from drafters.training.callbacks import CallbackConfig, build_callbacks
 from drafters.training.module import DistillModule
 from drafters.training.optim import OptimConfig
-from drafters.training.saving import TrainingInterrupted
+from drafters.training.saving import LastCheckpoint, TrainingInterrupted
 from drafters.types import Needs
 from tests.training_doubles import LIGHTNING_NOISE, SPEC, Source, ToyData, ToyHead, toy, toy_trainer
 
@@ -45,14 +45,14 @@ def train(folder, *, on_batch=None, minutes=None, max_steps=STEPS, **options):
     """One call of the same command: resumes when there is a checkpoint. 14 samples of 2: seven batches an epoch."""
     torch.set_num_threads(1)
     length = {"max_steps": max_steps} if minutes is None else {"minutes": minutes}
-    o = {"accumulate": 1, "every": 3, "ema": None, "validate": 4, "cached": False} | options
+    o = {"accumulate": 1, "every": 3, "ema": None, "validate": 4, "val_batches": 1.0, "cached": False} | options
     warmup = 4 if minutes is None else 25
     optim = OptimConfig(**length, warmup_steps=warmup, precision="bf16", lr=0.05, ema_decay=o["ema"])
     module = DistillModule(toy(), ToyHead(), optim)
     config = CallbackConfig(save_every_n_steps=o["every"])
     callbacks = build_callbacks(folder, optim=optim, config=config, console=Console(file=io.StringIO()))
     pace = {"accumulate_grad_batches": o["accumulate"], "val_check_interval": o["validate"]}
-    trainer = toy_trainer(folder, callbacks=callbacks, **pace)
+    trainer = toy_trainer(folder, callbacks=callbacks, limit_val_batches=o["val_batches"], **pace)
     last = folder / "checkpoints/last.ckpt"
     if o["cached"]:
         source, needs = Source(18, on_read=on_batch), Needs(layer_ids=(1,), last=True)
@@ -106,7 +106,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"ema": 0.6}, {"validate": 7}, {"cached": True}], ids=str)
-@pytest.mark.parametrize("at", [1, 2, 4, 5, 7, 8, 13])
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 7, 8, 13, 14])
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path, whole, at, options):
     stopped(tmp_path, at=at, **options)
     train(tmp_path, **options)
@@ -216,19 +216,79 @@ def test_a_full_disk_stops_with_the_last_good_checkpoint(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoints/last.ckpt").read_bytes() == before
 
 
-@pytest.mark.parametrize(("at", "accumulate"), [(10, 1), (12, 2)])
-def test_kill_9_and_the_same_command_equals_uninterrupted(tmp_path, whole, at, accumulate):
-    code = f"""
-import signal, warnings
-warnings.simplefilter("ignore")
-from pathlib import Path
-from tests.test_resume import Stop, train
-train(Path({str(tmp_path)!r}), on_batch=Stop({at}, signal.SIGKILL), accumulate={accumulate})
-"""
+def interrupted_validation(step, number):
+    """A `validation_step` that sends this process a signal in the validation after `step`."""
+    plain = DistillModule.validation_step
+
+    def validation_step(self, batch, batch_idx):
+        if self.trainer.global_step == step and batch_idx == 1:
+            os.kill(os.getpid(), number)
+        return plain(self, batch, batch_idx)
+
+    return validation_step
+
+
+def test_ctrl_c_in_the_last_validation_stops_after_it(tmp_path, whole, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(DistillModule, "validation_step", interrupted_validation(STEPS, signal.SIGINT))
+        with pytest.raises(TrainingInterrupted) as caught:
+            train(tmp_path)
+    assert caught.value.step == STEPS
+    assert train(tmp_path)[0].global_step == STEPS
+    assert_equal_runs(tmp_path, whole())
+
+
+def test_without_validation_the_drafter_is_there_before_the_last_checkpoint(tmp_path, monkeypatch):
+    save, found = LastCheckpoint.save, []
+
+    def spy(self, trainer, module):
+        found.append((trainer.global_step, (tmp_path / "drafter").is_dir()))
+        save(self, trainer, module)
+
+    monkeypatch.setattr(LastCheckpoint, "save", spy)
+    with pytest.warns(UserWarning, match="no validation ran"):
+        train(tmp_path, val_batches=0)
+    assert found == [(3, False), (6, False), (9, False), (12, False), (STEPS, True)]
+
+
+def killed(folder, call, *setup):
+    """Runs `setup` and `train(folder, <call>)` in a process of its own, which has to end by kill -9."""
+    lines = [
+        "import signal, warnings",
+        "from pathlib import Path",
+        "from tests.test_resume import DistillModule, Stop, interrupted_validation, train",
+        'warnings.simplefilter("ignore")',
+        *setup,
+        f"train(Path({str(folder)!r}), {call})",
+    ]
     root = Path(__file__).resolve().parent.parent
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=root, env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "checkpoints/last.ckpt").exists()
-    train(tmp_path, accumulate=accumulate)
-    assert_equal_runs(tmp_path, whole(accumulate=accumulate))
+    assert (folder / "checkpoints/last.ckpt").exists()
+
+
+# The third: a validation between the batches of an accumulation, after a saved step.
+@pytest.mark.parametrize(
+    ("at", "options"), [(10, {}), (12, {"accumulate": 2}), (6, {"accumulate": 2, "validate": 5, "every": 2})], ids=str
+)
+def test_kill_9_and_the_same_command_equals_uninterrupted(tmp_path, whole, at, options):
+    killed(tmp_path, f"on_batch=Stop({at}, signal.SIGKILL), **{options}")
+    train(tmp_path, **options)
+    assert_equal_runs(tmp_path, whole(**options))
+
+
+@pytest.mark.parametrize("step", [12, STEPS])
+def test_kill_9_in_a_validation_and_the_same_command_repeats_it(tmp_path, whole, monkeypatch, step):
+    patched = f"DistillModule.validation_step = interrupted_validation({step}, signal.SIGKILL)"
+    killed(tmp_path, "", patched)
+    plain, validated = DistillModule.validation_step, []
+
+    def validation_step(self, batch, batch_idx):
+        validated.append(self.trainer.global_step)
+        return plain(self, batch, batch_idx)
+
+    monkeypatch.setattr(DistillModule, "validation_step", validation_step)
+    train(tmp_path)
+    assert step in validated
+    assert_equal_runs(tmp_path, whole())

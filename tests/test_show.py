@@ -56,6 +56,9 @@ def test_truncation_is_said(files, capsys):
 def test_bad_settings(files, tmp_path):
     with pytest.raises(ConfigError, match="n: got 0; accepted"):
         show(composed(*files, "n=0"))
+    for key in ("n", "max_length", "template_kwargs"):
+        with pytest.raises(ConfigError, match=rf"^{key}: got 'abc'"):
+            show(composed(*files, f"{key}=abc"))
     with pytest.raises(ConfigError, match="tokenizer: no folder 'nope'"):
         show(composed(*files, "tokenizer=nope"))
     with pytest.raises(ConfigError, match="tokenizer: none in"):

@@ -112,7 +112,9 @@ def test_prompts_of_turns_files(tmp_path):
     ]
     conversations = load(files)
     assert {m.role for c in conversations for m in c.messages} == {"user"}
-    assert prompts(conversations) == [("gsm8k", ("one", "two")), ("gsm8k", ("three",)), ("mt-bench", ("four",))]
+    found = [(source, [message.content for message in messages]) for source, messages in prompts(conversations)]
+    assert found == [("gsm8k", ["one"]), ("gsm8k", ["three"]), ("mt-bench", ["four"])]
+    assert prompts([Conversation(id="c", messages=EXPECTED, source="a")]) == [("a", EXPECTED[:2])]
     with pytest.raises(DataError, match="no user message"):
         prompts([Conversation(id="c", messages=EXPECTED[2:])])
 
@@ -251,6 +253,12 @@ def test_missing_files_are_an_error_before_anything_is_read(tmp_path):
         load_conversations(SourceConfig(path=[good, str(tmp_path / "nope.jsonl")]))
     with pytest.raises(DataError, match="is not a file"):
         load_conversations(SourceConfig(path=str(tmp_path)))
+
+
+def test_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    jsonl(tmp_path / "a.jsonl", pairs(2))
+    assert len(load("~/a.jsonl")) == 2
 
 
 def test_names_with_pattern_characters_are_files(tmp_path):

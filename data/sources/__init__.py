@@ -1,6 +1,14 @@
 """Conversations from files and from the Hugging Face hub, whatever shape their rows have."""
 
 from data.sources.config import DataConfig, SourceConfig
-from data.sources.load import load_conversations, load_splits, prompts, split_conversations
+from data.sources.load import load_conversations, load_part, load_splits, prompts, split_conversations
 
-__all__ = ["DataConfig", "SourceConfig", "load_conversations", "load_splits", "prompts", "split_conversations"]
+__all__ = [
+    "DataConfig",
+    "SourceConfig",
+    "load_conversations",
+    "load_part",
+    "load_splits",
+    "prompts",
+    "split_conversations",
+]

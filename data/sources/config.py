@@ -17,9 +17,10 @@ class SourceConfig:
     `path` is a file (.jsonl, .json, either with .gz; .parquet; .arrow) or a list of files; `hub_id` a data set of the
     Hugging Face hub, with `subset` and `revision`. `split` is the hub's split ("train" when not given); of a file it
     keeps the rows whose `split` column has this value. `columns` renames: {what is expected: the column's name};
-    expected are messages, conversations, prompt, response, turns, system, id, split, finish_reason(s), and source,
-    which then gives every row its own source name. `limit` counts conversations of each file after the filters. With
-    a `seed` rows are shuffled first (within a buffer when streaming). A turn is a user message.
+    expected are messages, conversations, prompt, response, turns, system, id, split, finish_reason(s), answered_by
+    (the weights hash of who answered), and source, which then gives every row its own source name. `limit` counts
+    conversations of each file after the filters. With a `seed` rows are shuffled first (within a buffer when
+    streaming). A turn is a user message.
     """
 
     name: str | None = None  # default: the file's stem, or the last part of hub_id
@@ -55,7 +56,7 @@ class SourceConfig:
     def paths(self) -> tuple[Path, ...]:
         """The files of `path`; empty when they are not given as text."""
         files = self.path if isinstance(self.path, list | tuple) else [self.path]
-        return tuple(Path(f) for f in files) if all(isinstance(f, str | Path) and f for f in files) else ()
+        return tuple(Path(f).expanduser() for f in files) if all(isinstance(f, str | Path) and f for f in files) else ()
 
 
 @dataclass(frozen=True, kw_only=True)

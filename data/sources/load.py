@@ -11,12 +11,13 @@ from data.sources.config import SourceConfig
 from data.sources.read import Row, check_file, file_rows, hub_rows, numbered
 from data.sources.shapes import SkipRow, find_shape, rename, to_conversation
 from drafters.errors import ConfigError, DataError
-from drafters.types import Conversation
+from drafters.types import Conversation, Message
 
-__all__ = ["load_conversations", "load_splits", "prompts", "split_conversations"]
+__all__ = ["load_conversations", "load_part", "load_splits", "prompts", "split_conversations"]
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 _TRAIN_SPLITS = ("train", "training")
+_PARTS = {None: (), "train": _TRAIN_SPLITS, "validation": _VALIDATION_SPLITS}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,20 @@ def load_conversations(config: SourceConfig) -> Iterator[Conversation]:
     is known, unknown roles, and files of which nothing is left. Warns of rows that were skipped.
     """
     return (conversation for conversation, _ in _load(config))
+
+
+def load_part(config: SourceConfig, part: str | None) -> tuple[list[Conversation], bool]:
+    """The conversations of a part, and whether rows told it: those that their `split` column puts in `part` ("train" or
+    "validation") and those without one; all when no row names that part, as in files made for measuring, or for None.
+
+    Raises ConfigError for an unknown part.
+    """
+    if part not in _PARTS:
+        raise ConfigError(f"split: got '{part}'; accepted: train, validation, or null for all")
+    pairs = list(_load(config))
+    if not any(split in _PARTS[part] for _, split in pairs):
+        return [c for c, _ in pairs], False
+    return [c for c, split in pairs if split is None or split in _PARTS[part]], True
 
 
 def load_splits(config: SourceConfig, *, validation: float, seed: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -74,10 +89,13 @@ def split_conversations(
     return train, [everything[i] for i in sorted(held_out)]
 
 
-def prompts(conversations: Iterable[Conversation]) -> list[tuple[str, tuple[str, ...]]]:
-    """(source name, user turns) of each conversation that has a user turn, for evaluation."""
-    found = [(c.source, tuple(m.content for m in c.messages if m.role == "user")) for c in conversations]
-    found = [(source, turns) for source, turns in found if turns]
+def prompts(conversations: Iterable[Conversation]) -> list[tuple[str, tuple[Message, ...]]]:
+    """(source name, messages up to and with the first user turn) of each conversation that has a user turn."""
+    found = []
+    for conversation in conversations:
+        roles = [message.role for message in conversation.messages]
+        if "user" in roles:
+            found.append((conversation.source, conversation.messages[: roles.index("user") + 1]))
     if not found:
         raise DataError("source: no user message in any conversation, so nothing to answer")
     return found

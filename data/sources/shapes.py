@@ -44,15 +44,15 @@ def rename(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
     return {**row, **{expected: row[column] for expected, column in columns.items()}}
 
 
-def find_shape(row: Row, *, where: str) -> str:
-    """The column that holds the conversation. Raises DataError that lists the columns found and the shapes accepted."""
+def find_shape(row: Row, *, where: str, key: str = "source") -> str:
+    """The column that holds the conversation. Raises DataError that lists the columns found and the shapes accepted;
+    `key` is the setting that names the file."""
     for shape in _SHAPES:
         if shape in row:
             return shape
-    raise DataError(
-        f"source: no messages in {where}: its columns are {_names(row)}; accepted: {'; or '.join(_SHAPES.values())}. "
-        "Other names can be mapped: source.columns={prompt: question, response: answer}"
-    )
+    shapes = "; or ".join(_SHAPES.values())
+    hint = ". Other names can be mapped: source.columns={prompt: question, response: answer}" if key == "source" else ""
+    raise DataError(f"{key}: no messages in {where}: its columns are {_names(row)}; accepted: {shapes}{hint}")
 
 
 def to_conversation(row: Row, *, shape: str, number: int, source: str, where: str) -> Conversation:
@@ -69,7 +69,8 @@ def to_conversation(row: Row, *, shape: str, number: int, source: str, where: st
         messages.insert(0, _message("system", row["system"], where=where))
     messages = _with_finish_reasons(messages, row, where=where)
     name = row["id"] if row.get("id") is not None else f"{source}:{number}"
-    return Conversation(id=str(name), messages=tuple(messages), source=source)
+    answered_by = str(row["answered_by"]) if row.get("answered_by") else None
+    return Conversation(id=str(name), messages=tuple(messages), source=source, answered_by=answered_by)
 
 
 def _list(row: Row, column: str, *, where: str) -> list[Any]:

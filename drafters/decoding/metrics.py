@@ -13,14 +13,12 @@ __all__ = [
     "Costs",
     "accepted_histogram",
     "accepted_length",
-    "block_speedup",
     "bootstrap_ci",
     "choose_length",
     "conditional_acceptance",
     "costs_from",
     "expected_length",
     "full_rounds",
-    "seconds_per_token",
     "survival",
     "verify_rate",
 ]
@@ -106,19 +104,6 @@ def expected_length(acceptances: Sequence[float]) -> float:
     return total
 
 
-def seconds_per_token(draft_s: float, verify_s: float, tau: float) -> float:
-    """L = (T_draft + T_verify) / tau, tau with bonus: the cost model of Leviathan 2211.17192."""
-    return (draft_s + verify_s) / tau
-
-
-def block_speedup(step_s: float, length: int, draft_s: float, verify_s: float, *, bonus: bool) -> float:
-    """Speed-up of a round in which all `length` drafts stand: (length + bonus) single steps / (T_draft + T_verify).
-
-    `bonus` False counts the drafts only, True also the token that the verify pass adds; reports differ, so say which.
-    """
-    return (length + bonus) * step_s / (draft_s + verify_s)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Median seconds by draft length, measured. `draft_s[k]`: drafting k tokens and reading the verified ones;
@@ -135,7 +120,7 @@ class Costs:
         return self.draft_s[length] + self.verify_s[length] + self.overhead_s[length]
 
     def speedup(self, length: int, acceptances: Sequence[float]) -> float:
-        """Predicted: step_s * tau(a_1..a_length) / round_s(length)."""
+        """Predicted: step_s * tau(a_1..a_length) / round_s(length), the cost model of Leviathan (2211.17192)."""
         return self.step_s * expected_length(acceptances[:length]) / self.round_s(length)
 
 

@@ -20,10 +20,12 @@ def acceptance_probe(
     target: "FrozenTarget", prompts: Sequence[Tensor], *, max_new_tokens: int = 64
 ) -> Callable[[Drafter], dict[str, float]]:
     """A function that decodes `prompts` greedily at the full block and returns `accepted_length` (bonus included) and
-    the conditional acceptance of the first draft."""
+    the conditional acceptance of the first draft. Where a prompt leaves less room, fewer tokens are made."""
+
+    room = target.spec.max_position - max(len(prompt) for prompt in prompts)
+    config = DecodeConfig(max_new_tokens=min(max_new_tokens, room), batch_size=len(prompts))
 
     def probe(drafter: Drafter) -> dict[str, float]:
-        config = DecodeConfig(max_new_tokens=max_new_tokens, batch_size=len(prompts))
         # As at the end of the run: in the target's own dtype, whatever training computes in.
         with torch.autocast(target.device.type, enabled=False):
             rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]

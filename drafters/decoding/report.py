@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+TRAINING_PICTURE = "training.png"  # stands beside the report of a run; drafters.training.curve draws it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class Report:
         """Read report.json. Raises DataError when it is missing or damaged."""
         try:
             return cls.from_dict(json.loads(path.read_text()))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise DataError(f"report {path}: {error}; run the evaluation again") from error
 
     def save(self, folder: Path) -> None:
@@ -152,7 +153,8 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         figure = draw_acceptance(self)
         figure.savefig(folder / "acceptance.png", dpi=150)
-        (folder / "report.md").write_text(to_markdown(self))
+        has_curve = (folder / TRAINING_PICTURE).is_file()
+        (folder / "report.md").write_text(to_markdown(self, has_curve=has_curve))
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
         # Last and by rename: where report.json stands, the measurement is complete.
         unfinished = folder / "report.json.tmp"
@@ -249,7 +251,8 @@ def _summary_rows(r: Report) -> list[list[str]]:
         ],
         ["speed-up with prefill", _number(r.end_to_end_speedup, ".2f", "x")],
         ["settings", f"temperature {r.temperature:g}, top-k {r.top_k}, top-p {r.top_p:g}, batch {r.batch_size}"],
-        ["measured on", f"{r.prompts} prompts, {r.rounds} rounds, {r.tokens} tokens"],
+        ["prompts", f"{r.prompts}, first turn only"],
+        ["measured on", f"{r.rounds} rounds, {r.tokens} tokens"],
     ]
     if r.divergences is not None:
         differ = f"{r.divergences['prompts']} of {r.divergences['compared']} prompts"
@@ -289,13 +292,15 @@ def render(report: Report) -> "Group":
     return Group(*tables)
 
 
-def to_markdown(report: Report) -> str:
-    """The tables as a Markdown page, with the picture and the provenance."""
+def to_markdown(report: Report, *, has_curve: bool = False) -> str:
+    """The tables as a Markdown page, with the pictures and the provenance."""
     parts = ["# Measured by real decoding\n"]
     for title, header, rows in _sections(report):
         lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
         parts.append(f"## {title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
     parts.append("![Acceptance by position and accepted drafts per round](acceptance.png)\n")
+    if has_curve:
+        parts.append(f"![Accepted length over training]({TRAINING_PICTURE})\n")
     provenance = json.dumps(_without_nan(report.provenance), indent=1, default=str)
     parts.append(f"## Provenance\n\n```json\n{provenance}\n```\n")
     return "\n".join(parts)

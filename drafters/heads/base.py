@@ -41,8 +41,8 @@ class Session(ABC):
 
 
 class Drafter(nn.Module, ABC):
-    """A draft head on a frozen target. Subclasses carry a nested keyword-only dataclass `Config` (with a `name`) and are
-    built as `Cls(config, spec)`: all sizes come from the target's `spec`. One that needs more than that to be built
+    """A draft head on a frozen target. Subclasses carry a nested keyword-only dataclass `Config` (with a `name`) and
+    are built as `Cls(config, spec)`: all sizes come from the target's `spec`. One that needs more than that to be built
     (a draft vocabulary, a warm start) overrides `create` and `from_tensors`."""
 
     Config: type

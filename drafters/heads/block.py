@@ -3,6 +3,7 @@
 # optional confidence head. Embedding and output projection are the target's; they are passed in, never owned.
 
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -74,6 +75,8 @@ class BlockDrafter(Drafter):
                     raise ValueError(f"{name}: got '{getattr(self, name)}'; accepted: {', '.join(accepted)}")
             if not self.layer_ids:
                 raise ValueError("layer_ids: empty; name at least one target layer to read")
+            if self.sequential is not None:
+                build_config(self.sequential, key="drafter.sequential")  # a wrong setting shows before anything is done
 
     def __init__(self, config: Config, spec: TargetSpec, *, vocab: DraftVocab | None = None) -> None:
         super().__init__()
@@ -261,7 +264,9 @@ class BlockDrafter(Drafter):
 
         if self.config.init == "target":
             copy_target_layers(self, tensors, sample)
-        if self.config.init_markov == "bigram" and self.markov_head is not None:
+        if self.config.init_markov == "bigram" and self.markov_head is None:
+            warnings.warn("drafter.init_markov: 'bigram' is ignored, there is no sequential head", stacklevel=2)
+        elif self.config.init_markov == "bigram" and self.markov_head is not None:
             if tokens is None:
                 raise ConfigError("drafter.init_markov: 'bigram' needs training tokens; use 'zero'")
             head = self.markov_head

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.heads.layers import DraftLayer, rms_norm
@@ -116,6 +117,7 @@ def bigram_factors(
     matrix = torch.sparse_coo_tensor(counts.indices(), logs, size, check_invariants=True).coalesce()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        left, values, right = torch.svd_lowrank(matrix, q=rank, niter=4)
+        left, values, right = torch.svd_lowrank(matrix, q=min(rank, *size), niter=4)
     root = values.sqrt()
-    return left * root, right * root
+    spare = (0, rank - len(root))  # a rank above the vocabulary leaves columns unused
+    return F.pad(left * root, spare), F.pad(right * root, spare)

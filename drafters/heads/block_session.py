@@ -161,7 +161,9 @@ class BlockSession(Session):
 
     def base_logits(self, hidden_BSD: Tensor) -> Tensor:
         """Float logits [B, S, V'] without the sequential head's bias."""
-        logits = (hidden_BSD @ self.lm_head_VD.T).float()
+        # As rows: a slice of three dimensions would go through a batched product, at twice the time.
+        rows_MD = hidden_BSD.flatten(0, 1)
+        logits = (rows_MD @ self.lm_head_VD.T).float().unflatten(0, hidden_BSD.shape[:2])
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap

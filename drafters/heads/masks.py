@@ -1,6 +1,6 @@
 # Which context a block sees, and the attention over it. A block attends to the context strictly before its anchor
-# (all of it, or the `window` newest positions) and to itself in both directions, never to another block. Nothing here
-# makes a mask of [all block slots, context + all block slots].
+# (all of it, or the `window` newest positions) and to itself in both directions, never to another block. On the CPU no
+# mask of [all block slots, context + all block slots] is ever made; flex attention keeps one bit per tile of it.
 
 from dataclasses import dataclass
 from typing import Any

@@ -75,8 +75,9 @@ class AcceptanceProbe(Callback):
         with torch.no_grad(), module.autocast():
             self.latest = self.probe(module.drafter)
         module.drafter.train()
+        measured = {f"probe/{name}": value for name, value in self.latest.items()} | module.progress()
         for one in trainer.loggers:
-            one.log_metrics({f"probe/{name}": value for name, value in self.latest.items()}, step=trainer.global_step)
+            one.log_metrics(measured, step=trainer.global_step)
         forced = trainer.callback_metrics.get("val/accepted_length_greedy")
         real = self.latest.get("accepted_length")
         if real is None or forced is None:
@@ -193,6 +194,16 @@ class CallbackConfig:
     save_every_n_steps: int = 500
     save_every_minutes: float = 5.0
     probe_every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.save_every_n_steps < 1:
+            raise ValueError(f"save_every_n_steps: got {self.save_every_n_steps}; accepted: 1 or more")
+        if not self.save_every_minutes > 0:
+            raise ValueError(f"save_every_minutes: got {self.save_every_minutes}; must be above 0")
+        if self.probe_every_n_steps is not None and self.probe_every_n_steps < 1:
+            raise ValueError(
+                f"probe_every_n_steps: got {self.probe_every_n_steps}; accepted: 1 or more, or null for never"
+            )
 
 
 def build_callbacks(

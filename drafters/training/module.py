@@ -2,7 +2,7 @@
 # one optimizer step needs from all ranks (counts, losses, alarms, requests to stop or save) travels in one reduction.
 # The frozen target stands outside the module tree: nothing can save, wrap, train or copy it.
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,17 @@ class DistillModule(LightningModule):
     Gradients are those of (sum of losses) / (sum of counts), both over all ranks and accumulated batches, then clipped
     by the Trainer. `requests` are this rank's wishes ("stop", "save"); after the next optimizer step `agreed` holds
     what any rank wished, the same on all of them. `clock` counts training proper. `total_steps` is the run's length,
-    None until a time budget is measured.
+    None until a time budget is measured. `sample_names` are what errors call the samples of a batch, by their ids.
     """
 
-    def __init__(self, drafter: Drafter, target_head: "TargetHead", optim: OptimConfig) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        target_head: "TargetHead",
+        optim: OptimConfig,
+        *,
+        sample_names: Sequence[str] | None = None,
+    ) -> None:
         super().__init__()
         self.drafter = drafter.float()  # master weights; products run in `optim.precision`
         if not any(p.requires_grad for p in drafter.parameters()):
@@ -58,6 +65,7 @@ class DistillModule(LightningModule):
         self.requests = dict.fromkeys(REQUESTS, False)
         self.agreed = dict.fromkeys(REQUESTS, False)
         self._target = _Outside(target_head)
+        self._sample_names = sample_names
         self._window = Window()
         self._validation: dict[str, Tensor] = {}  # [2] or [2, G]: sums, counts
 
@@ -79,6 +87,10 @@ class DistillModule(LightningModule):
     def autocast(self) -> torch.autocast:
         """The precision that this run computes in, as a context."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.optim.precision == "bf16")
+
+    def progress(self) -> dict[str, float]:
+        """How far training is, to be logged beside what was measured there."""
+        return {"positions": float(self.positions), "minutes": self.clock.seconds / 60}
 
     def losses(self, batch: Batch) -> Losses:
         """The drafter's loss of a batch in the run's precision, as sums."""
@@ -133,6 +145,7 @@ class DistillModule(LightningModule):
             for k, (one, count) in enumerate(zip(sums.tolist(), counts.tolist(), strict=True), start=1):
                 if count:
                     values[f"val/{name}@{k}"] = one / count
+        values |= self.progress()
         self.log_dict({name: torch.tensor(value) for name, value in values.items()}, sync_dist=True)
 
     def on_train_start(self) -> None:
@@ -176,8 +189,7 @@ class DistillModule(LightningModule):
         values |= {
             "train/grad_norm": norm,
             "train/lr": optimizer.param_groups[0]["lr"],
-            "train/positions": float(self.positions),
-            "train/minutes": self.clock.seconds / 60,
+            **{f"train/{name}": value for name, value in self.progress().items()},
         }
         self.log_dict(values)
 
@@ -197,7 +209,8 @@ class DistillModule(LightningModule):
             where = f"gradient of drafter.{bad[0]}" if bad else None
         if where is None:
             return ConfigError(f"step {step}: a loss or gradient on another rank is not finite; that rank says which")
-        text = f"step {step}, samples {list(samples)}: {where} is not finite; the weights were not changed. "
+        named = list(samples) if self._sample_names is None else [self._sample_names[i] for i in samples]
+        text = f"step {step}, samples {named}: {where} is not finite; the weights were not changed. "
         if where.startswith("batch."):
             return DataError(text + "The cached target states are damaged: capture them again")
         return ConfigError(text + f"optim.lr: got {self.optim.lr}; try a lower one, or a longer optim.warmup_steps")

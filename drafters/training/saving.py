@@ -56,10 +56,20 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
 
 
+def _validation_follows(trainer: Trainer) -> bool:
+    """Whether a validation comes right after this batch; asked at its end, when StepBudget has said whether it is the
+    last one. Lightning has no public way to ask."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
 class LastCheckpoint(Checkpoint):
     """Keeps `folder/last.ckpt`: every `every_n_steps` optimizer steps, every `every_minutes`, at the end, and at Ctrl-C
-    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving. A validation
-    that is due at a saved step still runs, and the step is saved again with its outcome.
+    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving.
+
+    A step with a validation is saved after it, never before: Lightning counts what a checkpoint holds as done, so a run
+    that is killed in a validation would never repeat it, and in the last one never end.
 
     Lightning runs Checkpoint callbacks last, so the state of all others is the step's own.
     """
@@ -67,7 +77,8 @@ class LastCheckpoint(Checkpoint):
     def __init__(self, folder: Path | str, *, every_n_steps: int = 500, every_minutes: float = 5.0) -> None:
         self.path = Path(folder) / "last.ckpt"
         self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
-        self._step = self._saved_step = 0
+        self._step = 0
+        self._is_due = False
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
 
@@ -91,15 +102,15 @@ class LastCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if step == self._step:  # in the middle of an accumulation
-            return
-        self._step = step
-        agreed = pl_module.agreed
-        if agreed["stop"] or agreed["save"] or step % self.every_n_steps == 0 or step == pl_module.total_steps:
+        has_stepped, self._step = step != self._step, step  # else it is in the middle of an accumulation
+        is_wished = pl_module.agreed["stop"] or pl_module.agreed["save"]
+        is_time = step % self.every_n_steps == 0 or step == pl_module.total_steps
+        self._is_due = has_stepped and (is_wished or is_time)
+        if self._is_due and not _validation_follows(trainer):
             self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        if trainer.state.fn == TrainerFn.FITTING and self._saved_step == trainer.global_step > 0:
+        if trainer.state.fn == TrainerFn.FITTING and self._is_due:
             self.save(trainer, pl_module)
 
     def save(self, trainer: Trainer, module: "DistillModule") -> None:
@@ -116,10 +127,13 @@ class LastCheckpoint(Checkpoint):
                 temp.unlink(missing_ok=True)
                 raise write_error(self.path, error) from error
             trainer.strategy.barrier()
-        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self._saved_at = time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._restore_handlers()
+        # No step comes any more that would hear of a signal in the last one or in its validation.
+        if trainer.strategy.reduce_boolean_decision(pl_module.requests["stop"], all=False):
+            raise TrainingInterrupted(trainer.global_step, self.path)
 
     def on_exception(self, trainer: Trainer, pl_module: "DistillModule", exception: BaseException) -> None:
         self._restore_handlers()
@@ -137,7 +151,7 @@ class LastCheckpoint(Checkpoint):
 
 class SaveDrafter(Callback):
     """Writes `folder` (config.json, model.safetensors) whenever a validation beats the best `monitor` so far (higher is
-    better), with averaged weights if the run averages. Without any validation it holds the last weights."""
+    better), with averaged weights if the run averages. Where none gives a number, it holds the last weights."""
 
     def __init__(
         self,
@@ -161,17 +175,25 @@ class SaveDrafter(Callback):
         if math.isfinite(value) and (self.best is None or is_lost or value > self.best):
             self.best, self.best_step = value, trainer.global_step
             self._save(trainer, pl_module, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
+        self._save_without_best(trainer, pl_module, f"no validation gave a finite {self.monitor}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        if self.best is None:
-            warnings.warn("no validation ran: the drafter holds the last weights, not the best ones", stacklevel=2)
-            self._save(trainer, pl_module, {})
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not _validation_follows(trainer):
+            self._save_without_best(trainer, pl_module, "no validation ran")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+
+    def _save_without_best(self, trainer: Trainer, module: "DistillModule", reason: str) -> None:
+        # Before the checkpoint of the last step is written: what goes on from that one trains and saves no more.
+        if self.best is None and trainer.global_step == module.total_steps:
+            warnings.warn(f"{reason}: the drafter holds the last weights, not the best ones", stacklevel=2)
+            self._save(trainer, module, {})
 
     def _save(self, trainer: Trainer, module: "DistillModule", metrics: dict[str, float]) -> None:
         facts = {**self.provenance, "step": trainer.global_step, "positions": module.positions, "validation": metrics}

@@ -1,0 +1,42 @@
+# Files that must survive a crash: written beside their place, flushed to the disk, then renamed.
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+__all__ = ["file_sha256", "flush", "save_tensors"]
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, readable for all. Raises OSError with its number when the disk does not take it."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # It tells the number of an operating system's error in its text only.
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), str(error)) from error
+        raise
+    path.chmod(0o644)  # safetensors makes files that only their owner can read
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 (hex) of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(PermissionError):  # some network disks do not sync folders
+            os.fsync(handle)
+    finally:
+        os.close(handle)
