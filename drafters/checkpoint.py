@@ -103,8 +103,8 @@ def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_ot
 
 
 def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: TargetSpec) -> Drafter:
-    """A drafter of the shape that a training checkpoint holds, its draft vocabulary included; the trainer loads the
-    weights. Raises CheckpointError when the file is damaged."""
+    """The drafter of a training checkpoint, its draft vocabulary included. Raises CheckpointError when the file is
+    damaged or holds a drafter of another shape."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
@@ -113,7 +113,14 @@ def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: Tar
             f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name="
         ) from error
     prefix = "drafter."
-    return cls.from_tensors(config, spec, {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+    tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+    drafter = cls.from_tensors(config, spec, tensors)
+    try:
+        drafter.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"resume: {path} does not fit the settings: {reason}; choose another name=") from error
+    return drafter
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
