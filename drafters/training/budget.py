@@ -5,10 +5,12 @@
 # Lightning's hooks name LightningModule; these callbacks serve DistillModule alone.
 
 import logging
+import statistics
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
@@ -63,19 +65,20 @@ class Stopwatch:
 class StepBudget(Callback):
     """Ends the run at `module.total_steps`, after a last validation; finds that number when a time budget is given.
 
-    The speed is measured once, over MEASURED_STEPS steps after SKIPPED_STEPS; the total lies in the checkpoint.
+    The speed is the median of MEASURED_STEPS steps after SKIPPED_STEPS, measured once; the total lies in the
+    checkpoint.
     """
 
     def __init__(self) -> None:
-        self._first_step = 0
-        self._mark: float | None = None
+        self._ends: list[float] = []  # of the steps so far, in seconds of training
+        self._last_step = 0
 
     def setup(self, trainer: Trainer, pl_module: "DistillModule", stage: str) -> None:
         if stage == "fit":
             _limit(trainer, pl_module.total_steps)
 
     def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        self._first_step, self._mark = trainer.global_step, None
+        self._ends, self._last_step = [], trainer.global_step
         total, warmup = pl_module.total_steps, pl_module.optim.warmup_steps
         _limit(trainer, total)
         if total is not None and warmup >= total:
@@ -93,13 +96,15 @@ class StepBudget(Callback):
             trainer.should_stop = True  # makes Lightning validate once more before it leaves
 
     def _measure(self, trainer: Trainer, module: "DistillModule") -> None:
-        done = trainer.global_step - self._first_step
-        if self._mark is None and done >= SKIPPED_STEPS:
-            self._mark = module.clock.seconds
-        if self._mark is None or done < SKIPPED_STEPS + MEASURED_STEPS:
+        if trainer.global_step == self._last_step:  # in the middle of an accumulation
+            return
+        self._last_step = trainer.global_step
+        self._ends.append(module.clock.seconds)
+        if len(self._ends) < SKIPPED_STEPS + MEASURED_STEPS:
             return
         assert module.optim.minutes is not None
-        seconds_per_step = (module.clock.seconds - self._mark) / MEASURED_STEPS
+        # The median: the first reads of a cache's shards, which check their sums, are over before long.
+        seconds_per_step = statistics.median(b - a for a, b in pairwise(self._ends[SKIPPED_STEPS - 1 :]))
         left = module.optim.minutes * 60 - module.clock.seconds
         total = trainer.global_step + max(0, round(left / seconds_per_step))
         total = trainer.strategy.broadcast(total)

@@ -11,7 +11,7 @@ __all__ = ["MEASURED_STEPS", "SKIPPED_STEPS", "OptimConfig", "build_optimizer", 
 
 # A time budget is turned into steps from the speed of MEASURED_STEPS steps, after SKIPPED_STEPS that warm caches up.
 SKIPPED_STEPS = 5
-MEASURED_STEPS = 20
+MEASURED_STEPS = 40
 SCHEDULES = ("wsd", "cosine", "constant")
 PRECISIONS = ("bf16", "float32")
 
