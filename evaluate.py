@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig
@@ -43,7 +43,7 @@ def evaluate(cfg: DictConfig) -> None:
     run, settings = open_run(choice.run)
     _, own = build_config(settings["source"], key="source")
     data = typed(DataConfig, settings["data"], key="data")
-    node = plain.get("target") or settings["target"]
+    node = plain.get("target") or seen_from(settings["cwd"], settings["target"])
     target = load_target(node, device=choice.device)
     drafter = load_drafter(run.drafter, spec=target.spec, allow_other_target=choice.allow_other_target)
     encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs=data.template_kwargs)
@@ -53,7 +53,7 @@ def evaluate(cfg: DictConfig) -> None:
         split=choice.split,
         num_prompts=choice.num_prompts,
         room=target.spec.max_position - config.max_new_tokens,
-        trained=trained_on(source, own=own, data=data) if choice.split else None,
+        trained=trained_on(source, own=own.seen_from(settings["cwd"]), data=data) if choice.split else None,
     )
     check_settings(drafter, prompts, config)
     out = choice.out or run.folder / "evaluate" / folder_name(prompts, config, target.spec.weights_hash)
@@ -85,6 +85,12 @@ def folder_name(prompts: Sequence["Prompt"], config: "MeasureConfig", weights_ha
     end = "-" + "-".join(marks)
     names = "-".join(dict.fromkeys(name for name, _ in prompts))
     return re.sub(r"[^\w.-]+", "_", names)[: 60 - len(end)].strip("-_.") + end
+
+
+def seen_from(folder: str, target: dict[str, Any]) -> dict[str, Any]:
+    """A run's target, where a relative path to its weights is meant from the folder that the run was begun in."""
+    path = Path(folder, target["weights"])
+    return {**target, "weights": str(path)} if path.exists() else target
 
 
 def read_config(cfg: DictConfig) -> "MeasureConfig":

@@ -1,6 +1,7 @@
 # The main job: `python train.py drafter=markov` takes a frozen target and conversations to a trained drafter and its
 # measured speed. Read `train` from top to bottom: it is the whole story, each line a room of `drafters/`.
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ DECIDED = {
     "max_time": (None, "optim.minutes is the length of a run"),
     "accelerator": ("auto", "device= says where a run computes"),
     "devices": (1, "several processes come with a later version, and device=cuda:N chooses one GPU"),
+    "precision": ("32-true", "optim.precision says what products run in"),
     "num_nodes": (1, "several processes come with a later version"),
 }
 
@@ -80,7 +82,7 @@ def train(cfg: DictConfig) -> None:
     from drafters.heads.start import Start
     from drafters.runs import claim
 
-    plan, settings = read_plan(cfg), to_plain(cfg)
+    plan, settings = read_plan(cfg), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
     with claim(cfg.run_dir, settings, resume=plan.resume) as run:
         if run.report.is_file():

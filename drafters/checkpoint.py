@@ -107,8 +107,8 @@ def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: Tar
     damaged or holds a drafter of another shape."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name="
         ) from error
@@ -136,9 +136,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     schema = config.get("schema") if isinstance(config, dict) else None
     if schema != SCHEMA:
         raise CheckpointError(f"{path}: schema is {schema!r}; this version reads {SCHEMA}")
-    missing = [key for key in ("drafter", "target", "weights") if not isinstance(config.get(key), dict)]
+    missing = [key for key in ("drafter", "target", "weights", "provenance") if not isinstance(config.get(key), dict)]
     if missing:
         raise CheckpointError(f"{path}: no '{missing[0]}' section; the file is damaged")
+    if "sha256" not in config["weights"]:
+        raise CheckpointError(f"{path}: no 'sha256' in its 'weights' section; the file is damaged")
     return config
 
 

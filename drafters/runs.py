@@ -16,7 +16,11 @@ __all__ = ["Run", "claim", "open_run"]
 
 SETTINGS = Path(".hydra") / "settings.json"
 # These may change between a run and its continuation: they do not change what is learned.
-FREE = ("name", "outputs", "run_dir", "resume", "logger", "device", "callbacks", "report")
+FREE = ("cwd", "name", "outputs", "run_dir", "resume", "logger", "device", "callbacks", "report")
+
+
+# What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
+FIXED = ("target", "source", "data", "drafter")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ def open_run(folder: Path | str) -> tuple[Run, dict[str, Any]]:
             f"run: {folder} is not a run of train.py: it has no {SETTINGS}; give a folder such as "
             "outputs/markov-smollm2"
         )
+    absent = [name for name in ("cwd", "source", "data", "target") if name not in settings]
+    if absent:
+        raise CheckpointError(
+            f"run: {run.folder / SETTINGS} lacks {', '.join(absent)}; it is damaged or of another version"
+        )
     if not run.has_drafter:
         raise CheckpointError(f"run: {folder} has no drafter yet; go on with the train.py command that began it")
     return run, settings
@@ -101,6 +110,12 @@ def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> N
         raise CheckpointError(
             f"run_dir: {run.folder} holds a run with other settings: {key} was {old}, now {new}{more}; "
             "choose another name=, or resume=true to go on with the new ones"
+        )
+    fixed = [change for change in changed if change[0].split(".")[0] in FIXED]
+    if fixed and run.checkpoint is not None:
+        key, old, new = fixed[0]
+        raise CheckpointError(
+            f"run_dir: {run.folder} cannot go on with another {key}: it was {old}, now {new}; choose another name="
         )
     if before is not None and not changed:
         return
@@ -119,7 +134,9 @@ def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> N
 def _read_settings(run: Run) -> dict[str, Any] | None:
     path = run.folder / SETTINGS
     try:
-        settings: dict[str, Any] = json.loads(path.read_text())
+        settings: Any = json.loads(path.read_text())
+        if not isinstance(settings, dict):
+            raise ValueError("it should hold an object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

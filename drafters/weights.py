@@ -89,12 +89,15 @@ def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the weights that is fast for any size: for every safetensors file its header, its length and 64
-    evenly spaced blocks of 64 KiB; for a file of ours the sha256 of what it was made from."""
+    """A hash of the weights that is fast for any size: of config.json, which changes the states as well, and of every
+    safetensors file's header, length and 64 evenly spaced blocks of 64 KiB; for a folder that was made of one file, the
+    sha256 of that file."""
     source = folder / SOURCE_FILE
     if source.is_file():
         return str(json.loads(source.read_text())["sha256"])
-    digest = hashlib.sha256()
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")

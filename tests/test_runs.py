@@ -8,7 +8,15 @@ import pytest
 from drafters.errors import CheckpointError
 from drafters.runs import claim, open_run
 
-SETTINGS = {"drafter": {"num_layers": 2}, "optim": {"minutes": 1}, "logger": {"name": "csv"}}
+SETTINGS = {
+    "drafter": {"num_layers": 2},
+    "optim": {"minutes": 1},
+    "logger": {"name": "csv"},
+    "source": {},
+    "data": {},
+    "target": {},
+    "cwd": "/",
+}
 
 
 def hold(folder, ready, done):
@@ -46,6 +54,29 @@ def test_other_settings_are_refused_by_name_and_allowed_by_resume(tmp_path):
     assert json.loads((tmp_path / ".hydra" / "settings.json").read_text()) == other
     assert (tmp_path / "report.before.json").is_file()
     assert not (tmp_path / "report.json").exists()
+
+
+def test_resume_cannot_change_what_a_checkpoint_holds(tmp_path):
+    with claim(tmp_path, SETTINGS) as run:
+        (run.folder / "checkpoints").mkdir()
+        (run.folder / "checkpoints" / "last.ckpt").write_text("x")
+        run.report.write_text("{}")
+    other = {**SETTINGS, "drafter": {"num_layers": 3}, "optim": {"minutes": 2}}
+    refused = r"cannot go on with another drafter\.num_layers: it was 2, now 3"
+    with pytest.raises(CheckpointError, match=refused), claim(tmp_path, other, resume=True):
+        pass
+    assert json.loads((tmp_path / ".hydra" / "settings.json").read_text()) == SETTINGS
+    assert (tmp_path / "report.json").is_file()
+
+
+def test_settings_of_another_kind_are_refused(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "settings.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"damaged .*should hold an object"):
+        open_run(tmp_path)
+    (tmp_path / ".hydra" / "settings.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="lacks cwd, source, data, target"):
+        open_run(tmp_path)
 
 
 def test_a_run_in_use_is_refused(tmp_path):

@@ -1,13 +1,16 @@
 # The settings of one data source, as conf/source/*.yaml spells them, and of what becomes of its conversations, as
 # conf/data/*.yaml does.
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from drafters.errors import ConfigError
 
 __all__ = ["DataConfig", "SourceConfig"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,20 @@ class SourceConfig:
     def paths(self) -> tuple[Path, ...]:
         """The files of `path`; empty when they are not given as text."""
         files = self.path if isinstance(self.path, list | tuple) else [self.path]
-        return tuple(Path(f).expanduser() for f in files) if all(isinstance(f, str | Path) and f for f in files) else ()
+        if not all(isinstance(f, str | Path) and f for f in files):
+            return ()
+        return tuple(_found(Path(f).expanduser()) for f in files)
+
+    def seen_from(self, folder: str | Path) -> "SourceConfig":
+        """The same source with its relative paths meant from `folder`, as in a run that was begun there."""
+        if self.path is None:
+            return self
+        return replace(self, path=[str(Path(folder, path)) for path in self.paths])
+
+
+def _found(path: Path) -> Path:
+    """A relative path that is not here but in the checkout, such as that of the bundled samples, is meant there."""
+    return ROOT / path if not path.exists() and (ROOT / path).exists() else path
 
 
 @dataclass(frozen=True, kw_only=True)

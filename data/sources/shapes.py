@@ -99,7 +99,8 @@ def _message(role: str, content: Any, *, where: str, finish_reason: str | None =
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         if any(part.get("type") != "text" for part in content):
             raise SkipRow("content that is not text")
-        content = "".join(part["text"] for part in content)
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise DataError(f"{where}: the {role} message should be text, got {type(content).__name__}")
     return Message(role=role, content=content, finish_reason=finish_reason)
@@ -110,8 +111,9 @@ def _with_finish_reasons(messages: list[Message], row: Row, *, where: str) -> li
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
     reasons = dict(zip(answers[-1:], [row.get("finish_reason")], strict=False))
     if row.get("finish_reasons") is not None:
-        if len(row["finish_reasons"]) != len(answers):
-            raise DataError(f"{where}: {len(row['finish_reasons'])} finish_reasons for {len(answers)} answers")
+        given = row["finish_reasons"]
+        if not isinstance(given, list) or len(given) != len(answers):
+            raise DataError(f"{where}: finish_reasons should be a list of {len(answers)}, one for each answer")
         reasons = dict(zip(answers, row["finish_reasons"], strict=True))
     return [
         Message(role=m.role, content=m.content, finish_reason=reasons.get(i) or m.finish_reason)

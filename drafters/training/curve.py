@@ -37,7 +37,7 @@ def read_curve(run: Path) -> list[Row]:
     version did again."""
     rows: list[Row] = []
     for path in sorted(run.glob("logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
-        with path.open(newline="") as file:
+        with path.open(newline="", errors="replace") as file:
             new = [row for row in map(_numbers, csv.DictReader(file)) if "step" in row]
         begin = min((row["step"] for row in new), default=math.inf)
         rows = [row for row in rows if row["step"] < begin] + new

@@ -163,6 +163,7 @@ class DistillModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[STATE_KEY] = {
+            "target": self.target_head.spec.weights_hash,
             "total_steps": self.total_steps,
             "minutes": self.optim.minutes,
             "seconds": self.clock.seconds,
@@ -174,7 +175,12 @@ class DistillModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         if STATE_KEY not in checkpoint:
             raise CheckpointError(f"resume: the checkpoint has no '{STATE_KEY}' entry: not written by this trainer")
-        state = checkpoint[STATE_KEY]
+        state, target = checkpoint[STATE_KEY], self.target_head.spec.weights_hash
+        if state["target"] != target:
+            raise CheckpointError(
+                f"resume: the checkpoint was trained for a target with weights {state['target'][:12]}, this one has "
+                f"{target[:12]}; use that target, or choose another name="
+            )
         self.positions = state["positions"]
         self.clock.reset(state["seconds"])
         # A longer budget is measured anew; the same one ends where it would have.
