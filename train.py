@@ -109,7 +109,10 @@ def read_plan(cfg: DictConfig) -> Plan:
     from drafters.cache_writer import CaptureConfig
     from drafters.config import build_config, to_plain, typed
     from drafters.decoding.measure import MeasureConfig
+    from drafters.errors import ConfigError
 
+    if not cfg.name or "/" in str(cfg.name):
+        raise ConfigError(f"name: got '{cfg.name}'; accepted: the name of a folder, since a run lies in outputs/<name>")
     measured = to_plain(cfg.report)
     held_out = {"num_prompts": measured.pop("num_prompts", "???")}
     build_trainer(cfg, logger=False, enable_checkpointing=False)

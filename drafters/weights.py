@@ -95,12 +95,12 @@ def fingerprint(folder: Path) -> str:
     source = folder / SOURCE_FILE
     if source.is_file():
         return str(json.loads(source.read_text())["sha256"])
-    config = json.loads((folder / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())

@@ -176,7 +176,7 @@ def test_foreign_and_damaged_reports_are_refused(report, tmp_path):
         ({"length": 0}, ConfigError, "length"),
         ({"profile_rounds": 0}, ConfigError, "profile_rounds"),
         ({"batch_size": 0}, ConfigError, "batch_size"),
-        ({"max_new_tokens": 2}, DataError, "max_new_tokens"),
+        ({"max_new_tokens": 2}, ConfigError, "max_new_tokens: got 2; accepted: 5 or more"),
     ],
 )
 def test_bad_settings_are_named(target, drafter, changes, error, key):

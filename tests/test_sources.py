@@ -238,7 +238,12 @@ def test_split_by_conversation(tmp_path):
         ("a.jsonl", b'{"messages": "hello"}', "row 1: `messages` should be a list, got str"),
         ("a.jsonl", b'{"messages": ["hello"]}', "row 1: a message should be an object"),
         ("a.jsonl", b'{"turns": [], "id": 1}', "no conversations in .*1 rows: no messages"),
-        ("a.jsonl", b'{"prompt": "a", "response": "b", "finish_reasons": []}', "row 1: 0 finish_reasons for 1 answers"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "response": "b", "finish_reasons": []}',
+            "row 1: finish_reasons should be a list of 1",
+        ),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message should be text"),
     ],
 )
 def test_bad_files_are_one_clear_error(tmp_path, name, content, message):

@@ -4,6 +4,7 @@
 import hashlib
 import json
 import logging
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -104,6 +105,13 @@ def test_a_folder_is_taken_as_it_is(folder):
 
 def test_fingerprint_sees_a_changed_weight_anywhere(folder, tmp_path):
     before = fingerprint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_version": "other"}))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert fingerprint(tmp_path) != before
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
         changed = {k: v.clone() for k, v in tensors.items()}

@@ -129,6 +129,12 @@ def check_settings(drafter: Drafter, prompts: Sequence[Prompt], config: MeasureC
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{prefix}{name}: got {value}; accepted: 1 or more")
+    least = drafter.block_size + 2  # the first token comes from the prompt's pass, the last is the bonus
+    if config.max_new_tokens < least:
+        raise ConfigError(
+            f"{prefix}max_new_tokens: got {config.max_new_tokens}; accepted: {least} or more, since only rounds "
+            f"in which a whole block of {drafter.block_size} drafts fits are measured"
+        )
 
 
 def _batches(prompts: Sequence[Prompt], batch_size: int) -> list[_PromptBatch]:
