@@ -81,7 +81,6 @@ def _quiet_screen() -> None:
     if not ours.handlers:
         ours.addHandler(_Notes())
         ours.setLevel(logging.INFO)
-        ours.propagate = False
 
 
 def pick_device(name: str | None) -> str:

@@ -33,8 +33,6 @@ WHEEL = "pypi:tiny-model==1.0#tiny_model/tiny.gguf"
 def cache(tmp_path, monkeypatch, request):
     if "slow" not in request.keywords:
         monkeypatch.setenv("DRAFTERS_CACHE", str(tmp_path / "cache"))
-    # A door that another test opened shows the notes itself.
-    monkeypatch.setattr(logging.getLogger("drafters"), "propagate", True)
 
 
 @pytest.fixture(scope="module")
