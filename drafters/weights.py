@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.files import file_sha256
 
 __all__ = ["cache_root", "fingerprint", "load_model", "load_tokenizer", "resolve"]
 
@@ -155,8 +156,7 @@ def _from_hub(weights: str) -> Path:
 
 
 def _checked(file: Path, sha256: str | None) -> str:
-    with file.open("rb") as stream:
-        got = hashlib.file_digest(stream, "sha256").hexdigest()
+    got = file_sha256(file)
     if sha256 and got != sha256.lower():
         raise CheckpointError(
             f"target.sha256: {file.name} has {got}, expected {sha256}; the file is damaged or another one"
