@@ -1,7 +1,8 @@
 # The measure: `python evaluate.py run=outputs/NAME` decodes prompts for real, with and without the drafter of a run,
-# and writes report.json, report.md and a picture.
+# and writes report.json, report.md and pictures. `compare=[a,b,ngram]` measures several side by side, `task=show`
+# prints what one does.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,67 +11,236 @@ import hydra
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from drafters.decoding.measure import MeasureConfig, Prompt
+    from data.prompts import PromptConfig, Trained
+    from data.sources import SourceConfig
+    from drafters.chat import ChatEncoder
+    from drafters.contestants import Entry
+    from drafters.decoding.dialogue import Dialogue
+    from drafters.decoding.measure import Contestant, MeasureConfig
+    from drafters.distributed import Ranks
+    from drafters.target import FrozenTarget
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MEASURE = ("max_new_tokens", "length", "tree", "batch_size", "seed", "num_speed_prompts", "profile_rounds")
+PROMPTS = ("split", "num_prompts", "turns", "system")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The settings of this door beside those of the source, the target and the measurement."""
+    """The settings of this door beside those of the source, the target, the prompts and the measurement."""
 
-    run: str
+    run: str | None = None
+    compare: tuple[str, ...] | None = None
+    task: str = "measure"
     out: str | None = None
-    split: str | None = "validation"
-    num_prompts: int | None = None
+    resume: bool = False
+    thinking: bool | None = None
+    text: str | None = None
+    by_round: bool = False
     allow_other_target: bool = False
     device: str | None = None
+    temperature: float | None = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.compare is None):
+            raise ValueError(
+                f"run: got run={self.run} and compare={self.compare}; set one of them: run=outputs/NAME, or "
+                "compare=[outputs/a,outputs/b,ngram]"
+            )
+        if self.task not in ("measure", "show"):
+            raise ValueError(f"task: got '{self.task}'; accepted: measure, show")
+        if self.task == "show" and self.run is None:
+            raise ValueError("compare: task=show prints what one drafter does; give run= instead")
+        if self.task == "measure" and self.text is not None:
+            raise ValueError("text: a prompt of your own is for task=show; measurements need a source of prompts")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is measured: run folders and baselines."""
+        return self.compare if self.compare is not None else (str(self.run),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything that is there before the first prompt is decoded."""
+
+    choice: Choice
+    config: "MeasureConfig"
+    entries: "Sequence[Entry]"
+    weights: str
+    target: "FrozenTarget"
+    contestants: "Mapping[str, Contestant]"
+    dialogues: "list[Dialogue]"
+    facts: Mapping[str, Any]
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Measure the drafter of `cfg.run` on the prompts of `cfg.source`."""
-    from data.prompts import source_prompts, trained_on
-    from data.sources import DataConfig
-    from drafters.chat import ChatEncoder
-    from drafters.checkpoint import load_drafter, provenance
+    """Measure, or show, what `cfg` names on the prompts of `cfg.source`."""
+    from drafters.distributed import Ranks, leave
+
+    with Ranks.from_environment() as ranks:
+        if not ranks.is_first:
+            ranks.barrier()  # the first one fetches and unpacks what is not there yet
+        task = read_task(cfg, ranks)
+        if ranks.is_first:
+            ranks.barrier()
+        if task.choice.task == "measure":
+            measure(task, ranks)
+        elif ranks.is_first:
+            show(task)
+    if ranks.size > 1:
+        leave()
+
+
+def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
+    """The settings, typed, with the target, the drafters and the prompts that they name."""
+    from data.prompts import PromptConfig
     from drafters.config import build_config, to_plain, typed
-    from drafters.decoding.measure import check_settings
-    from drafters.door import load_target, measure_and_write
-    from drafters.runs import open_run
+    from drafters.contestants import find_entries, target_node
+    from drafters.decoding.measure import MeasureConfig
+    from drafters.decoding.sampling import effective_sampling
+    from drafters.door import load_target
 
     plain = to_plain(cfg)
     choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
-    config = read_config(cfg)
+    config = typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="")
+    wanted = typed(PromptConfig, {name: plain[name] for name in PROMPTS}, key="")
     _, source = build_config(cfg.source, key="source")
-    run, settings = open_run(choice.run)
-    _, own = build_config(settings["source"], key="source")
-    data = typed(DataConfig, settings["data"], key="data")
-    node = plain.get("target") or seen_from(settings["cwd"], settings["target"])
-    target = load_target(node, device=choice.device)
-    drafter = load_drafter(run.drafter, spec=target.spec, allow_other_target=choice.allow_other_target)
-    encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs=data.template_kwargs)
-    prompts, part = source_prompts(
-        source,
-        encoder,
-        split=choice.split,
-        num_prompts=choice.num_prompts,
-        room=target.spec.max_position - config.max_new_tokens,
-        trained=trained_on(source, own=own.seen_from(settings["cwd"]), data=data) if choice.split else None,
+    entries = find_entries(choice.names, plain["baselines"], key="run" if choice.compare is None else "compare")
+    node = target_node(entries, plain.get("target"))
+    target = load_target(node, device=ranks.device(choice.device))
+    contestants = {one.name: one.load(target, allow_other_target=choice.allow_other_target) for one in entries}
+    asked = {name: getattr(choice, name) for name in SAMPLING}
+    config = replace(config, sampling=effective_sampling(target.model.generation_config, asked))
+    encoder = encoder_of(entries, target, thinking=choice.thinking)
+    room = target.spec.max_position - config.max_new_tokens
+    if choice.text is not None:
+        dialogues, facts = [own_dialogue(choice.text, encoder, wanted)], {}
+    else:
+        dialogues, facts = find_dialogues(source, encoder, wanted, entries, room=room)
+    return Task(
+        choice=choice,
+        config=config,
+        entries=entries,
+        weights=node["weights"],
+        target=target,
+        contestants=contestants,
+        dialogues=dialogues,
+        facts=facts,
     )
-    check_settings(drafter, prompts, config)
-    out = choice.out or run.folder / "evaluate" / folder_name(prompts, config, target.spec.weights_hash)
+
+
+def measure(task: Task, ranks: "Ranks") -> None:
+    """Reports and pictures of all contestants; wandb gets them where the run has it."""
+    from drafters.door import Place, measure_and_write
+    from drafters.training.loggers import log_report
+
+    out = place_of(task)
+    facts = {"weights": task.weights, "prompts": task.facts}
+    place = Place(out=out, facts=facts, resume=task.choice.resume, ranks=ranks)
+    reports = measure_and_write(task.target, task.contestants, task.dialogues, task.config, place)
+    for entry in task.entries:
+        if entry.run is not None and entry.name in reports:
+            log_report(entry.run.folder, entry.settings, reports[entry.name], out, prefix=f"evaluate/{out.name}")
+
+
+def show(task: Task) -> None:
+    """Print the answer to the first prompts as they are decoded, coloured by who wrote each token."""
+    from drafters.decoding.loop import DecodeConfig
+    from drafters.decoding.measure import check_settings, tree_of
+    from drafters.decoding.show import watch
+    from drafters.door import say, screen
+
+    (contestant,) = task.contestants.values()
+    drafter, config = contestant.drafter, task.config
+    check_settings(drafter, task.dialogues, config)
+    decoding = DecodeConfig(
+        max_new_tokens=config.max_new_tokens,
+        sampling=config.sampling,
+        length=None if config.length == "auto" else config.length,
+        tree=tree_of(config),
+        seed=config.seed,
+    )
+    for dialogue in task.dialogues:
+        prompt = dialogue.encode(())
+        say(f"\n{task.target.tokenizer.decode(prompt)}")
+        watch(task.target, drafter, prompt, decoding, screen(), rounds=task.choice.by_round)
+
+
+def encoder_of(entries: "Sequence[Entry]", target: "FrozenTarget", *, thinking: bool | None) -> "ChatEncoder":
+    """Encodes prompts as the first run's training did, but for `thinking`."""
+    from data.prompts import prompt_encoder
+    from data.sources import DataConfig
+    from drafters.config import typed
+
+    nodes = [entry.settings["data"] for entry in entries if entry.run is not None]
+    data = typed(DataConfig, nodes[0], key="data") if nodes else DataConfig()
+    limit = target.spec.max_position
+    return prompt_encoder(target.tokenizer, max_length=limit, template_kwargs=data.template_kwargs, thinking=thinking)
+
+
+def own_dialogue(text: str, encoder: "ChatEncoder", wanted: "PromptConfig") -> "Dialogue":
+    """A prompt of the user's own."""
+    from drafters.decoding.dialogue import Dialogue
+    from drafters.types import Message
+
+    system = [Message(role="system", content=wanted.system)] if wanted.system else []
+    tokens_T = encoder.prompt([*system, Message(role="user", content=text)])
+    return Dialogue(source="text", key=text, num_turns=1, encode=lambda answers: tokens_T)
+
+
+def find_dialogues(
+    source: "SourceConfig", encoder: "ChatEncoder", wanted: "PromptConfig", entries: "Sequence[Entry]", *, room: int
+) -> tuple[list["Dialogue"], dict[str, Any]]:
+    """The dialogues to measure on, without what any of the runs trained on, and what reports say of them."""
+    from data.prompts import source_prompts
+
+    trained = trained_by(entries, source) if wanted.split else None
+    dialogues, part = source_prompts(source, encoder, wanted, room=room, trained=trained)
     facts = {
-        "weights": node["weights"],
-        "drafter": provenance(run.drafter),
-        "prompts": {
-            "source": source.hub_id or [str(path) for path in source.paths],
-            "split": part,
-            "num_prompts": len(prompts),
-        },
+        "source": source.hub_id or [str(path) for path in source.paths],
+        "split": part,
+        "num_prompts": len(dialogues),
+        "template_hash": encoder.template_hash,
+        **{name: getattr(wanted, name) for name in ("turns", "system") if getattr(wanted, name) is not None},
     }
-    drafter = drafter.to(target.device)
-    measure_and_write(target, drafter, prompts, config, out=Path(out).expanduser(), provenance=facts)
+    return dialogues, facts
 
 
-def folder_name(prompts: Sequence["Prompt"], config: "MeasureConfig", weights_hash: str) -> str:
+def trained_by(entries: "Sequence[Entry]", source: "SourceConfig") -> "Trained | None":
+    """What any of the runs trained on, where that can be told from the source."""
+    from data.prompts import trained_on
+    from data.sources import DataConfig
+    from drafters.config import build_config, typed
+
+    found: list[Trained] = []
+    for entry in entries:
+        if entry.run is not None:
+            own: SourceConfig = build_config(entry.settings["source"], key="source")[1]
+            data: DataConfig = typed(DataConfig, entry.settings["data"], key="data")
+            part = trained_on(source, own=own.seen_from(entry.settings["cwd"]), data=data)
+            found += [] if part is None else [part]
+    return frozenset().union(*found) if found else None
+
+
+def place_of(task: Task) -> Path:
+    """The folder that the results go to."""
+    choice, first = task.choice, task.entries[0]
+    if choice.out is not None:
+        return Path(choice.out).expanduser()
+    # Weights tell trainings of one run folder apart, settings the baselines.
+    drafters = [[name, one.provenance] for name, one in task.contestants.items()]
+    name = folder_name(task.dialogues, task.config, [task.target.spec.weights_hash, drafters])
+    if choice.compare is None and first.run is not None:
+        return first.run.folder / "evaluate" / name
+    return Path("outputs") / ("compare" if choice.compare else first.name) / name
+
+
+def folder_name(dialogues: Sequence["Dialogue"], config: "MeasureConfig", more: Sequence[Any]) -> str:
     """At most 60 characters that people can read, and a hash of all that is measured, so that no measurement takes the
     place of another."""
     import hashlib
@@ -79,29 +249,13 @@ def folder_name(prompts: Sequence["Prompt"], config: "MeasureConfig", weights_ha
 
     marks = [f"t{config.sampling.temperature:g}"] if config.sampling.temperature else []
     marks += [f"length{config.length}"] if config.length != "auto" else []
+    marks += ["tree"] if config.tree is not None else []
     marks += [f"batch{config.batch_size}"] if config.batch_size > 1 else []
-    what = [asdict(config), [[name, tokens.tolist()] for name, tokens in prompts], weights_hash]
-    marks.append(hashlib.sha256(json.dumps(what).encode()).hexdigest()[:6])
+    what = [asdict(config), [dialogue.key for dialogue in dialogues], *more]
+    marks.append(hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:6])
     end = "-" + "-".join(marks)
-    names = "-".join(dict.fromkeys(name for name, _ in prompts))
+    names = "-".join(dict.fromkeys(dialogue.source for dialogue in dialogues))
     return re.sub(r"[^\w.-]+", "_", names)[: 60 - len(end)].strip("-_.") + end
-
-
-def seen_from(folder: str, target: dict[str, Any]) -> dict[str, Any]:
-    """A run's target, where a relative path to its weights is meant from the folder that the run was begun in."""
-    path = Path(folder, target["weights"])
-    return {**target, "weights": str(path)} if path.exists() else target
-
-
-def read_config(cfg: DictConfig) -> "MeasureConfig":
-    """The settings of the measurement, typed. Raises ConfigError that names the wrong one."""
-    from drafters.config import typed
-    from drafters.decoding.measure import MeasureConfig
-    from drafters.types import Sampling
-
-    sampling = typed(Sampling, {name: cfg[name] for name in ("temperature", "top_k", "top_p")}, key="")
-    own = ("max_new_tokens", "length", "batch_size", "seed", "num_speed_prompts")
-    return replace(typed(MeasureConfig, {name: cfg[name] for name in own}, key=""), sampling=sampling)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")

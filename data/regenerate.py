@@ -4,14 +4,15 @@
 #
 #     python -m data.regenerate prompts=FILE out=FILE
 
+import fcntl
 import gzip
 import hashlib
 import json
 import os
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from drafters.target import FrozenTarget
     from drafters.types import Message
 
-__all__ = ["FilesConfig", "RegenerateConfig", "read_prompts", "regenerate", "run"]
+__all__ = ["FilesConfig", "RegenerateConfig", "claim", "read_prompts", "regenerate", "run"]
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 # Columns of a row that are read or written here; all others are kept as they are.
@@ -94,7 +95,7 @@ def regenerate(
             f"accepted: less than the target's {target.spec.max_position} positions"
         )
     encoder = ChatEncoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs=config.template_kwargs)
-    part = _Part(out.with_name(out.name + ".part"), _key(target, rows, config))
+    part = _Part(_part_of(out), _key(target, rows, config))
     answers: dict[tuple[int, int], dict[str, str]] = {}
     total = sum(len(row["turns"]) for row in rows)
     for number, (turn, members) in enumerate(_batches(rows, config.batch_size)):
@@ -107,6 +108,35 @@ def regenerate(
         progress(len(answers), total, tokens)
     _write(out, rows, answers, weights_hash=target.spec.weights_hash)
     part.path.unlink()
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[None]:
+    """Hold `out` for this process. Raises DataError when it cannot be written, or another process holds it."""
+    part = _part_of(out)
+    if out.is_dir():
+        raise DataError(f"out: {out} is a folder; accepted: the name of a file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        stream = part.open("ab")
+    except OSError as error:
+        raise DataError(f"out: cannot write {part}: {error.strerror}; choose another out=") from error
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(stream.fileno()), part.stat()):
+                raise FileNotFoundError
+        except OSError as error:  # held, or finished and taken away between opening and locking
+            raise DataError(f"out: another process is writing {out}; wait for it, or choose another out=") from error
+        try:
+            yield
+        finally:
+            if part.exists() and part.stat().st_size == 0:
+                part.unlink()
+
+
+def _part_of(out: Path) -> Path:
+    return out.with_name(out.name + ".part")
 
 
 def _batches(rows: list[dict[str, Any]], size: int) -> Iterator[tuple[int, list[int]]]:
@@ -218,10 +248,12 @@ def read_prompts(path: Path, *, limit: int | None) -> list[dict[str, Any]]:
 
     Warns of rows that are left out. Raises DataError naming the file and line at fault.
     """
+    from data.sources.read import check_file
     from data.sources.shapes import SkipRow
 
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"prompts: no file {path}; `python -m data.samples.prompts` writes the bundled ones")
+    check_file(path, key="prompts")
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for number, row in _numbered_rows(path):
@@ -240,32 +272,19 @@ def read_prompts(path: Path, *, limit: int | None) -> list[dict[str, Any]]:
 
 
 def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows by number from 1. JSON lines are read here, since the library that reads the other formats gives all rows
-    the same fields."""
-    from data.sources.read import check_file, file_rows
+    """Rows by number from 1, that of the line in JSON lines."""
+    from data.sources.read import file_rows, json_rows
 
-    if not path.name.endswith((".jsonl", ".jsonl.gz")):
-        check_file(path)
-        yield from enumerate(file_rows(path), start=1)
-        return
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, json.loads(line)
-    except ValueError as error:
-        raise DataError(f"prompts: {path} line {number} is not JSON: {error}") from error
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"prompts: {path} cannot be read: {error}") from error
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return json_rows(path, key="prompts")
+    return enumerate(file_rows(path, key="prompts"), start=1)
 
 
-def _prompt_row(row: Any, *, number: int, path: Path) -> dict[str, Any]:
+def _prompt_row(row: dict[str, Any], *, number: int, path: Path) -> dict[str, Any]:
     """A row of any shape as `turns`, without its answers. Raises SkipRow, and DataError for one that is malformed."""
     from data.sources.shapes import SkipRow, find_shape, to_conversation
 
     where = f"{path} line {number}"
-    if not isinstance(row, dict):
-        raise DataError(f"prompts: {where}: expected a JSON object, got {type(row).__name__}")
     shape = find_shape(row, where=where, key="prompts")
     messages = to_conversation(row, shape=shape, number=number, source="", where=f"prompts: {where}").messages
     if {message.role for message in messages} - {"system", "user", "assistant"}:
@@ -289,13 +308,16 @@ def run(cfg: DictConfig) -> None:
         typed(schema, {f.name: plain[f.name] for f in fields(schema)}, key="")
         for schema in (RegenerateConfig, FilesConfig)
     )
+    if config.temperature == 0 and config.top_p < 1:
+        warnings.warn(f"top_p: {config.top_p} is ignored at temperature 0", stacklevel=2)
     out = Path(files.out).expanduser()
-    if out.exists() and not files.overwrite:
-        raise DataError(f"out: {out} is finished; remove it, choose another out=, or overwrite=true to replace it")
-    rows = read_prompts(Path(files.prompts).expanduser(), limit=files.limit)
-    target = load_target(plain["target"], device=files.device)
-    with progress_bar("answers", unit="tokens/s") as advance:
-        regenerate(target, rows, out, config, progress=advance)
+    with claim(out):
+        if out.exists() and not files.overwrite:
+            raise DataError(f"out: {out} is finished; remove it, choose another out=, or overwrite=true to replace it")
+        rows = read_prompts(Path(files.prompts).expanduser(), limit=files.limit)
+        target = load_target(plain["target"], device=files.device)
+        with progress_bar("answers", unit="tokens/s") as advance:
+            regenerate(target, rows, out, config, progress=advance)
     say(f"Written: {out}")
 
 

@@ -38,6 +38,7 @@ def show(cfg: DictConfig) -> None:
 
     from rich.console import Console
     from rich.rule import Rule
+    from rich.text import Text
 
     from data.sources import load_conversations
     from drafters.chat import ChatEncoder, EncodeError
@@ -51,7 +52,7 @@ def show(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     failures, num_shown = [], 0
     for conversation in islice(load_conversations(source), config.n):
-        console.print(Rule(f"{conversation.id} ({conversation.source})"))
+        console.print(Rule(Text(f"{conversation.id} ({conversation.source})")))
         try:
             example = encoder.encode(conversation)
         except EncodeError as error:

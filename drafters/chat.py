@@ -102,12 +102,12 @@ class ChatEncoder:
             ) from error
         self.max_length = max_length
         self._tokenizer = tokenizer
-        self._kwargs = dict(template_kwargs or {})
+        self.template_kwargs = dict(template_kwargs or {})
         self._template = _DATE_CALL.sub(lambda call: repr(_TODAY.strftime(call[2])), template)
         self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids |= set(tokenizer.all_special_ids)
         self._special_ids -= {tokenizer.unk_token_id}
-        settings = json.dumps(self._kwargs, sort_keys=True, default=str) if self._kwargs else ""
+        settings = json.dumps(self.template_kwargs, sort_keys=True, default=str) if self.template_kwargs else ""
         self.template_hash = hashlib.sha256((template + settings).encode()).hexdigest()
 
     def encode(self, conversation: Conversation) -> Example:
@@ -123,6 +123,10 @@ class ChatEncoder:
         """Token ids [T] (int64) of `messages` with the generation prompt appended."""
         text = self._render(messages, add_generation_prompt=True, where="prompt")
         return torch.tensor(self._ids(text)[0])
+
+    def answer(self, tokens: Sequence[int]) -> str:
+        """The text of an answer that the target wrote, without its end-of-turn and other special tokens."""
+        return str(self._tokenizer.decode([token for token in tokens if token not in self._special_ids]))
 
     def _encode(self, conversation: Conversation) -> tuple[Example, int]:
         """The example, and how many answers could not be supervised because the template rewrites them."""
@@ -222,7 +226,7 @@ class ChatEncoder:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self._kwargs,
+                **self.template_kwargs,
             )
         except TemplateError as error:
             raise EncodeError(
@@ -238,9 +242,10 @@ def encode_all(
 ) -> list[Example]:
     """Examples of all conversations that have a supervised token; `report` counts the others by reason.
 
-    Raises DataError when not one has.
+    Raises DataError when not one has, and when all their answers are empty.
     """
     report = EncodeReport() if report is None else report
+    any_text = False
     examples: list[Example] = []
     first_error: EncodeError | None = None
     for conversation in conversations:
@@ -251,10 +256,16 @@ def encode_all(
             report.drop(error.reason)
             continue
         examples.append(example)
+        any_text = any_text or any(m.role == "assistant" and m.content.strip() for m in conversation.messages)
         report.add(example, skipped_turns=skipped)
     if not examples:
         detail = f"first: {first_error}" if first_error else "there are no conversations"
         raise DataError(f"no supervised token in {report.num_conversations} conversations; {detail}") from first_error
+    if not any_text:
+        raise DataError(
+            f"all answers of the {len(examples)} conversations are empty, so there is nothing to learn; let the target "
+            "answer their prompts: python -m data.regenerate"
+        )
     return examples
 
 

@@ -2,6 +2,8 @@
 # progress bar, the measurement with its tables.
 
 import errno
+import hashlib
+import json
 import logging
 import math
 import os
@@ -9,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,12 +20,13 @@ from drafters.errors import ConfigError, DraftersError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from drafters.decoding.measure import MeasureConfig, Prompt
+    from drafters.decoding.dialogue import Dialogue
+    from drafters.decoding.measure import Contestant, MeasureConfig, Progress
     from drafters.decoding.report import Report
-    from drafters.heads.base import Drafter
+    from drafters.distributed import Ranks
     from drafters.target import FrozenTarget
 
-__all__ = ["door", "load_target", "measure_and_write", "pick_device", "progress_bar", "say", "screen"]
+__all__ = ["Place", "door", "load_target", "measure_and_write", "pick_device", "progress_bar", "say", "screen"]
 
 TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids")
 PIPE_WIDTH = 120  # columns where the output is no terminal
@@ -34,6 +38,17 @@ NOISE = (
     (r"The '\w+_dataloader' does not have many workers", UserWarning),
     (r"The number of training batches \(\d+\) is smaller than the logging interval", UserWarning),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a measurement goes and what reports say of it. `resume` takes over what a half-done one in `out` has;
+    `ranks` are the processes that share it."""
+
+    out: Path
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    ranks: "Ranks | None" = None
 
 
 @contextmanager
@@ -159,49 +174,96 @@ def load_target(node: Mapping[str, Any], *, device: str | None) -> "FrozenTarget
 
 def measure_and_write(
     target: "FrozenTarget",
-    drafter: "Drafter",
-    prompts: Sequence["Prompt"],
+    contestants: Mapping[str, "Contestant"],
+    dialogues: Sequence["Dialogue"],
     config: "MeasureConfig",
-    *,
-    out: Path,
-    provenance: Mapping[str, Any],
-) -> "Report":
-    """Measure with a progress bar, print the tables, write report.json, report.md and the picture into `out`.
+    place: Place,
+) -> dict[str, "Report"]:
+    """Measure with a progress bar, print the tables, write reports and pictures into `place.out`: report.json of one
+    contestant, comparison.json of several.
 
-    `provenance` says what was measured; the command and the target are added to it. Raises CheckpointError when `out`
-    cannot be made (before anything is measured) or written (the tables are on the screen then).
+    Returns the reports (on the first rank). Raises CheckpointError when `out` cannot be made (before anything is
+    measured) or written (the tables are on the screen then).
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from drafters.checkpoint import write_error
-    from drafters.decoding.measure import measure
-    from drafters.decoding.report import render
+    from drafters.decoding.comparison import Comparison
+    from drafters.decoding.journal import Journal
+    from drafters.decoding.measure import Execution, measure
+    from drafters.decoding.render import render
+    from drafters.distributed import Ranks
 
+    out, ranks = place.out, place.ranks or Ranks()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(out, error) from error
-    note = TextColumn("{task.fields[note]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
-    facts = {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), **provenance, "target": _named(target)}
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    facts = {"command": command, **place.facts, "target": _named(target)}
+    named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
+    print_hash = _fingerprint(target, contestants, dialogues, config)
+    with Journal(out, print_hash, resume=place.resume, ranks=ranks) as journal, _bars(ranks.is_first) as progress:
+        if len(journal) and ranks.is_first:
+            say(f"{len(journal)} finished parts of the measurement are taken from {out}")
+        execution = Execution(journal=journal, ranks=ranks, progress=progress)
+        reports = measure(target, named, dialogues, config, execution)
+    if not ranks.is_first:
+        return {}
+    several = Comparison(reports) if len(reports) > 1 else None
+    (first, *_) = reports.values()
+    say(render(first) if several is None else several.render())
+    try:
+        (first if several is None else several).save(out)
+        journal.remove()
+    except OSError as error:
+        raise write_error(out, error) from error
+    say(f"Written: {out / ('report.md' if several is None else 'comparison.md')}")
+    return reports
+
+
+def _fingerprint(
+    target: "FrozenTarget",
+    contestants: Mapping[str, "Contestant"],
+    dialogues: Sequence["Dialogue"],
+    config: "MeasureConfig",
+) -> str:
+    """A hash of all that a measurement depends on."""
+    import torch
+
+    from drafters import __version__
+
+    what = [
+        _named(target),
+        target.spec.dtype,
+        str(target.device),
+        {name: one.provenance for name, one in contestants.items()},
+        [dialogue.key for dialogue in dialogues],
+        asdict(config),
+        [__version__, torch.__version__],
+    ]
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@contextmanager
+def _bars(is_shown: bool) -> Iterator["Progress"]:
+    """A bar a phase, with the running accepted length."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    if not is_shown:
+        yield lambda *_: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(phase: str, done: int, total: int, accepted_length: float) -> None:
             if phase not in tasks:
-                tasks[phase] = bar.add_task(f"measuring {phase}", total=total, note="")
+                tasks[phase] = bars.add_task(f"measuring {phase}", total=total, note="")
             text = "" if math.isnan(accepted_length) else f"accepted length {accepted_length:.2f}"
-            bar.update(tasks[phase], completed=done, total=total, note=text)
+            bars.update(tasks[phase], completed=done, total=total, note=text)
 
-        report = measure(target, drafter, prompts, config, provenance=facts, progress=progress)
-    say(render(report))
-    try:
-        report.save(out)
-    except OSError as error:
-        raise write_error(out, error) from error
-    say(f"Written: {out / 'report.md'}")
-    return report
+        yield progress
 
 
 def _named(target: "FrozenTarget") -> dict[str, str]:

@@ -3,6 +3,7 @@
 # slots, so a target that has them may have no hole between a new token and its past: it is compacted before a pass.
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
@@ -37,15 +38,30 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self.buffers[0][:, :, :slots], self.buffers[1][:, :, :slots]
 
     def take(self, order_BS: Tensor) -> None:
-        """Keep slots `order_BS[b]` of each row, in that order."""
-        keys = self.keys.gather(2, order_BS[:, None, :, None].expand(-1, self.keys.shape[1], -1, self.keys.shape[3]))
-        index = order_BS[:, None, :, None].expand(-1, self.values.shape[1], -1, self.values.shape[3])
-        self._set(keys, self.values.gather(2, index), self.buffers[0].shape[2])
+        """Keep slots `order_BS[b]` of each row, in that order. Room is kept to double in, not more."""
+        room = min(self.buffers[0].shape[2], 2 * order_BS.shape[1])
+        self._set(_pick(self.keys, order_BS), _pick(self.values, order_BS), room)
+
+    def sort_tail(self, order_BS: Tensor) -> None:
+        """Put the last S slots of each row in the order `order_BS` (indices into those S), in place."""
+        for states in (self.keys, self.values):
+            tail = states[:, :, states.shape[2] - order_BS.shape[1] :]
+            tail.copy_(_pick(tail, order_BS))
 
     def select(self, rows: Tensor) -> None:
-        """Keep `rows`, in that order."""
+        """Keep `rows`, in that order, with room to double in."""
         slots = self.keys.shape[2]
-        self.buffers = (self.buffers[0][rows], self.buffers[1][rows])
+        keys, values = (buffer[:, :, : 2 * slots][rows] for buffer in self.buffers)
+        self.buffers = (keys, values)
+        self.crop_to(slots)
+
+    def join(self, other: "GrowingLayer", slots: int) -> None:
+        """Put the rows of `other` behind one's own; both keep their last `slots` slots, after zeros if fewer."""
+
+        def both(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([F.pad(states, (0, 0, slots - states.shape[2], slots)) for states in (mine, theirs)])
+
+        self.buffers = (both(self.keys, other.keys), both(self.values, other.values))
         self.crop_to(slots)
 
     def _set(self, keys: Tensor, values: Tensor, capacity: int) -> None:
@@ -57,6 +73,12 @@ class GrowingLayer(DynamicLayer):
         slots = keys.shape[2]
         self.buffers = (copy(keys), copy(values))
         self.crop_to(slots)
+
+
+def _pick(states_BNSH: Tensor, order_BS: Tensor) -> Tensor:
+    """Slots `order_BS[b]` of each row."""
+    heads, size = states_BNSH.shape[1], states_BNSH.shape[3]
+    return states_BNSH.gather(2, order_BS[:, None, :, None].expand(-1, heads, -1, size))
 
 
 class TargetCache:
@@ -96,11 +118,22 @@ class TargetCache:
         """Keep only the first `lengths_B[b]` tokens of each row b."""
         self.valid_BS = self.valid_BS & (self.valid_BS.cumsum(1) <= lengths_B[:, None])
         self.lengths_B = torch.minimum(self.lengths_B, lengths_B)
-        used_S = self.valid_BS.any(0).nonzero()
-        self._crop(int(used_S.max()) + 1 if len(used_S) else 0)
-        self.dense = bool((self.lengths_B == self.num_slots).all())
-        if self.num_slots - int(self.lengths_B.max()) > MAX_WASTE * self.num_slots:
-            self.compact()
+        self._tidy()
+
+    @torch.inference_mode()
+    def keep_path(self, kept_BS: Tensor) -> None:
+        """Of the last S slots of each row keep the marked ones: after a pass over a tree, the anchor and the path that
+        stood. They move to the front of the S, so that paths of equal length leave no holes."""
+        past = self.num_slots - kept_BS.shape[1]
+        kept_BS = kept_BS.to(self.valid_BS.device) & self.valid_BS[:, past:]
+        if (kept_BS[:, 1:] & ~kept_BS[:, :-1]).any():
+            order_BS = kept_BS.long().argsort(dim=1, descending=True, stable=True)
+            for layer in self.hf.layers:
+                layer.sort_tail(order_BS)
+            kept_BS = kept_BS.gather(1, order_BS)
+        self.valid_BS = torch.cat([self.valid_BS[:, :past], kept_BS], dim=1)
+        self.lengths_B = self.valid_BS.sum(1)
+        self._tidy()
 
     def compact(self) -> None:
         """Close all holes: every row's valid slots move to the right end, in order."""
@@ -113,16 +146,46 @@ class TargetCache:
 
     def keep(self, rows: Tensor) -> None:
         """Go on with `rows` (indices, in the new order)."""
+        self.lengths_B, self.valid_BS = self.lengths_B[rows], self.valid_BS[rows]
+        self._crop()
         for layer in self.hf.layers:
             layer.select(rows)
-        self.lengths_B, self.valid_BS = self.lengths_B[rows], self.valid_BS[rows]
-        if len(rows):
-            self.rollback(self.lengths_B)
+        self._tidy()
+
+    def join(self, other: "TargetCache") -> None:
+        """Take in the rows of another cache of the same target, behind one's own; `other` is not used again.
+
+        Both end up right-aligned, in as many slots as the longest row has tokens.
+        """
+        if len(other.lengths_B) == 0:
+            return
+        if len(self.lengths_B) == 0:
+            self.hf, self.lengths_B, self.valid_BS, self.dense = other.hf, other.lengths_B, other.valid_BS, other.dense
+            return
+        for cache in (self, other):
+            if not cache._right_aligned():
+                cache.compact()
+        lengths_B = torch.cat([self.lengths_B, other.lengths_B])
+        slots = int(lengths_B.max())
+        for mine, theirs in zip(self.hf.layers, other.hf.layers, strict=True):
+            mine.join(theirs, slots)
+        valid = [F.pad(cache.valid_BS, (slots - cache.num_slots, 0)) for cache in (self, other)]
+        self.lengths_B, self.valid_BS = lengths_B, torch.cat(valid)
+        self.dense = bool(self.valid_BS.all())
 
     def _right_aligned(self) -> bool:
         return bool((self.valid_BS[:, 1:] >= self.valid_BS[:, :-1]).all())
 
-    def _crop(self, slots: int) -> None:
+    def _tidy(self) -> None:
+        """After slots have become holes: drop what no row uses at the end, and compact where too much is waste."""
+        self._crop()
+        self.dense = bool((self.lengths_B == self.num_slots).all())
+        if self.num_slots and self.num_slots - int(self.lengths_B.max()) > MAX_WASTE * self.num_slots:
+            self.compact()
+
+    def _crop(self) -> None:
+        used_S = self.valid_BS.any(0).nonzero()
+        slots = int(used_S.max()) + 1 if len(used_S) else 0
         if slots == self.num_slots:
             return
         for layer in self.hf.layers:

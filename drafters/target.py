@@ -19,6 +19,7 @@ from drafters.files import save_tensors
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec, check_layer_ids
 from drafters.target_probe import check, read_spec
+from drafters.tree_pass import CANNOT, Pattern, check_trees, layer_patterns, tree_depths, tree_masks
 from drafters.types import Needs, States, StepOutput
 from drafters.weights import fingerprint, load_model, load_tokenizer, resolve
 
@@ -111,8 +112,12 @@ class FrozenTarget:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._captured: dict[int, Tensor] = {}
         self._wanted: Sequence[int] = ()
+        self._patterns = layer_patterns(config, len(self.decoder.layers))
+        self._masks: dict[Pattern, Tensor] = {}
+        self._trees_checked = False
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._hook(index))
+            layer.register_forward_pre_hook(self._mask_hook(index), with_kwargs=True)
 
     @property
     def device(self) -> torch.device:
@@ -193,6 +198,7 @@ class FrozenTarget:
         cache: TargetCache,
         *,
         lengths_B: Tensor | None = None,
+        parents_S: tuple[int, ...] | None = None,
         needs: Needs = Needs(),  # noqa: B008  (frozen)
         logits: Literal["all", "last", "none"] = "all",
     ) -> StepOutput:
@@ -200,20 +206,36 @@ class FrozenTarget:
 
         Logits are float32: [B, S, V] for "all", [B, 1, V] of each row's last valid slot for "last", [B, 0, V] for
         "none". Positions go on from `cache.lengths_B`.
+
+        With `parents_S` the pass is over a tree: slot 0 is the anchor, slot 1 + s is tree slot s, whose parent is tree
+        slot `parents_S[s]` (-1 = the anchor). Every slot sees the cache, its ancestors and itself, and has the position
+        of its depth. Raises ConfigError for a target that cannot do that (see `check_trees`).
         """
         width = tokens_BS.shape[1]
         if lengths_B is not None:
             lengths_B = lengths_B.to(self.device)
-        positions_BS = cache.lengths_B[:, None] + torch.arange(width, device=self.device)
-        mask_BS = cache.append(lengths_B, width)
-        last_BSD, aux_BSLD = self._forward(
-            needs,
-            input_ids=tokens_BS.to(self.device),
-            attention_mask=mask_BS,
-            position_ids=positions_BS,
-            use_cache=True,
-            **{self._cache_name: cache.hf},
-        )
+        offsets_S = torch.arange(width, device=self.device)
+        if parents_S is not None:
+            self.check_trees()
+            assert width == 1 + len(parents_S), f"{width} tokens for a tree of {len(parents_S)} slots and its anchor"
+            offsets_S = tree_depths(parents_S).to(self.device)
+        positions_BS = cache.lengths_B[:, None] + offsets_S
+        mask = cache.append(lengths_B, width)
+        if parents_S is not None:
+            dtype = self.head.embedding_VD.dtype
+            self._masks = tree_masks(set(self._patterns), cache.valid_BS, positions_BS, parents_S, dtype=dtype)
+            mask = self._masks[self._patterns[0]]
+        try:
+            last_BSD, aux_BSLD = self._forward(
+                needs,
+                input_ids=tokens_BS.to(self.device),
+                attention_mask=mask,
+                position_ids=positions_BS,
+                use_cache=True,
+                **{self._cache_name: cache.hf},
+            )
+        finally:
+            self._masks = {}
         read = last_BSD
         if logits == "last":
             ends_B = torch.full_like(cache.lengths_B, width) if lengths_B is None else lengths_B
@@ -223,6 +245,19 @@ class FrozenTarget:
         return StepOutput(
             logits_BSV=self.head.logits(read), aux_BSLD=aux_BSLD, last_BSD=last_BSD if needs.last else None
         )
+
+    def check_trees(self) -> None:
+        """Prove, once, that a tree pass gives what plain decoding of its paths gives; `step` calls it by itself.
+
+        Raises ConfigError naming `tree` when this target cannot verify trees.
+        """
+        if not self._trees_checked:
+            self._trees_checked = True
+            try:
+                check_trees(self)
+            except ConfigError:
+                self._trees_checked = False
+                raise
 
     @contextmanager
     def capture(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -246,6 +281,18 @@ class FrozenTarget:
                 self._captured[index] = output[0] if isinstance(output, tuple) else output
 
         return keep
+
+    def _mask_hook(self, index: int) -> Any:
+        """In a tree pass every layer gets the mask of its own pattern, whatever the model made of the one it got."""
+
+        def put(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if not self._masks:
+                return None
+            if "attention_mask" not in kwargs:
+                raise ConfigError(CANNOT.format("its layers take no attention mask"))
+            return args, {**kwargs, "attention_mask": self._masks[self._patterns[index]]}
+
+        return put
 
 
 def mask_id(mask_token: str | int | None, tokenizer: Any, vocab_size: int) -> int:

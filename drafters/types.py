@@ -2,7 +2,7 @@
 # V vocabulary, A anchors, G block size, N heads, H head dim, R rank, S drafted slots. Nothing here computes.
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -120,22 +120,27 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn, the same for target and drafter. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are
-    off. Applied in this order: temperature, top-k, top-p."""
+    """How tokens are drawn, the same for target and drafter. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0
+    and `repetition_penalty` 1 are off. Applied in the order of transformers: repetition penalty (on logits of tokens
+    that the text holds already), temperature, top-k, top-p, min-p (a share of the best token's probability)."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """What a drafter proposes after each row's anchor.
 
-    `parents_S` is None for a chain, else the index of each slot's parent (-1 = the anchor). `lengths_B` counts the
-    valid slots of each row. `probs_BSV` are the distributions the tokens were drawn from, over `support_V` (token
-    ids, or None = the whole vocabulary); None at temperature 0, where a proposal is a point. `confidence_BS` is the
-    probability that slot k survives given that the slots before it did; it may depend on tokens before k only.
+    `parents_S` is None for a chain, else the index of each slot's parent (-1 = the anchor), the same in every row;
+    parents come before their children, siblings in the order in which they were drawn. `lengths_B` counts the valid
+    slots of each row. `probs_BSV` holds, for each slot, the distribution that it was drawn from, over `support_V`
+    (token ids, or None = the whole vocabulary); for a later sibling that is the one before its earlier siblings were
+    taken out. None where proposals are points: at temperature 0, and from drafters that do not draw. `confidence_BS`
+    is the probability that slot k survives given that the slots before it did; it may depend on tokens before k only.
     """
 
     tokens_BS: Tensor
@@ -144,3 +149,16 @@ class Proposal:
     probs_BSV: Tensor | None = None
     support_V: Tensor | None = None
     confidence_BS: Tensor | None = None
+
+    def cut(self, lengths_B: Tensor) -> "Proposal":
+        """The same chain with `lengths_B` valid slots a row, and no more slots than the longest row has."""
+        width = int(lengths_B.max()) if len(lengths_B) else 0
+        if width == self.tokens_BS.shape[1]:
+            return replace(self, lengths_B=lengths_B)
+        return replace(
+            self,
+            tokens_BS=self.tokens_BS[:, :width],
+            lengths_B=lengths_B,
+            probs_BSV=None if self.probs_BSV is None else self.probs_BSV[:, :width],
+            confidence_BS=None if self.confidence_BS is None else self.confidence_BS[:, :width],
+        )

@@ -1,4 +1,5 @@
-# Doors configure logging for the whole process; a test that reads the log must not depend on which test opened one.
+# Fixtures that several files share: a small world with a finished run in it, and one thread, so that two runs are alike
+# to the bit. Doors configure logging for the whole process; a test that reads the log must not depend on which opened.
 
 import logging
 
@@ -9,3 +10,31 @@ import pytest
 def notes_reach_the_log():
     for name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "drafters"]:
         logging.getLogger(name).disabled = False
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with a target, conversations and prompts."""
+    from tests.door_world import make_world
+
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def first(world, one_thread):
+    """The folder of a finished run."""
+    import train
+    from tests.door_world import train_settings
+
+    train.train(train_settings(world))
+    return world / "outputs" / "first"

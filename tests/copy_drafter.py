@@ -1,10 +1,12 @@
-# A drafter for decoding tests: it runs a (perturbed) copy of the target, one token at a time, with a cache of its own.
-# It may hide part of the vocabulary or give up early in some rows, as real drafters do.
+# A drafter for decoding tests: it runs a (perturbed) copy of the target, one token at a time, with a cache of its own
+# (of a tree, every path by itself). It may hide part of the vocabulary or give up early in some rows, as real ones do.
+
+from dataclasses import replace
 
 import torch
 
-from drafters.decoding.sampling import draw, probs
 from drafters.heads.base import Drafter, Session
+from drafters.heads.tree_growth import grow
 from drafters.target import FrozenTarget
 from drafters.types import Needs, Proposal
 from tests.tiny import tiny_llama
@@ -23,8 +25,8 @@ def sharp_target(*, vocab_size, scale, noise=0.0, noise_seed=1, **sizes):
 
 
 class CopyDrafter(Drafter):
-    """Drafts with `copy`. `support`: ids it can draft. `ragged`: row b proposes `length - b % 3` tokens. It asks for
-    states of the target only to check their shapes."""
+    """Drafts with `copy`. `support`: ids it drafts. `ragged`: after anchor a it proposes a % 3 tokens less than asked.
+    It asks for states of the target only to check their shapes."""
 
     def __init__(self, copy, *, block_size, support=None, ragged=False, needs=None):
         super().__init__()
@@ -38,6 +40,10 @@ class CopyDrafter(Drafter):
     @property
     def block_size(self):
         return self._block_size
+
+    @property
+    def drafts_trees(self):
+        return True
 
     def session(self, target, batch_size):
         return CopySession(self, self._copy, batch_size)
@@ -61,27 +67,48 @@ class CopySession(Session):
         assert torch.equal(self.cache.lengths_B, self.context_B)
         self.anchor_B = anchor_B
 
-    def propose(self, length, sampling, generator=None):
+    def propose(self, length, draws):
         tokens, dists, token_B = [], [], self.anchor_B
         for _ in range(length):
-            logits_BV = self.copy.step(token_B[:, None], self.cache).logits_BSV[:, 0]
-            if self.drafter.support is not None:
-                logits_BV = logits_BV[:, self.drafter.support]
-            dists.append(probs(logits_BV, sampling))
-            token_B = draw(dists[-1], generator)
-            if self.drafter.support is not None:
-                token_B = self.drafter.support[token_B]
+            token_B, dist_BV = draws.draft(self.logits(token_B[:, None]), self.drafter.support)
             tokens.append(token_B)
+            dists.append(dist_BV)
         self.cache.rollback(self.context_B)
-        rows_B = torch.arange(len(self.context_B), device=self.copy.device)
-        lengths_B = length - rows_B % 3 if self.drafter.ragged else torch.full_like(rows_B, length)
         return Proposal(
             tokens_BS=torch.stack(tokens, 1),
-            lengths_B=lengths_B.clamp(min=0),
-            probs_BSV=torch.stack(dists, 1) if sampling.temperature > 0 else None,
+            lengths_B=self.lengths(self.drafter.block_size).clamp(max=length),
+            probs_BSV=None if dists[0] is None else torch.stack(dists, 1),
             support_V=self.drafter.support,
         )
+
+    def propose_tree(self, tree, draws):
+        paths = [self.anchor_B.new_zeros(len(self.anchor_B), 0)]
+
+        def level_logits(depth, origins_P, tokens_BP):
+            nonlocal paths
+            paths = [torch.cat([paths[o], tokens_BP[:, p, None]], 1) for p, o in enumerate(origins_P.tolist())]
+            logits = []
+            for path_BS in paths:
+                logits.append(self.logits(path_BS))
+                self.cache.rollback(self.context_B)
+            return torch.stack(logits, 1)
+
+        proposal = grow(tree, draws, level_logits, anchor_B=self.anchor_B, support_V=self.drafter.support)
+        return replace(proposal, lengths_B=self.lengths(tree.size))
+
+    def lengths(self, most):
+        return (most - self.anchor_B % 3 * self.drafter.ragged).clamp(min=0)
+
+    def logits(self, tokens_BS):
+        """After reading `tokens_BS`, over the ids that can be drafted."""
+        logits_BV = self.copy.step(tokens_BS, self.cache).logits_BSV[:, -1]
+        return logits_BV if self.drafter.support is None else logits_BV[:, self.drafter.support]
 
     def keep(self, rows):
         self.cache.keep(rows)
         self.context_B, self.anchor_B = self.context_B[rows], self.anchor_B[rows]
+
+    def join(self, other):
+        self.cache.join(other.cache)
+        self.context_B = torch.cat([self.context_B, other.context_B])
+        self.anchor_B = torch.cat([self.anchor_B, other.anchor_B])

@@ -8,6 +8,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
+from drafters.checkpoint import save_drafter
+from drafters.config import build_config, to_plain
+from drafters.door import load_target
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
@@ -65,3 +68,18 @@ def contents(folder):
 def same_weights(run, other):
     mine, others = (load_file(one / "drafter" / "model.safetensors") for one in (run, other))
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def make_run(world, name, *, seed=0, logger="csv", **source):
+    """The folder of a run that needed no training: a random drafter over the whole vocabulary, and its settings."""
+    cfg = train_settings(world, f"name={name}", "drafter.draft_vocab_size=null", f"logger={logger}")
+    folder = world / "outputs" / name
+    plain = {**to_plain(cfg), "cwd": str(world)}
+    plain["source"].update(source)
+    target = load_target(plain["target"], device="cpu")
+    cls, config = build_config(plain["drafter"], key="drafter")
+    torch.manual_seed(seed)
+    save_drafter(cls(config, target.spec), folder / "drafter", spec=target.spec, provenance={"seed": seed})
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "settings.json").write_text(json.dumps(plain))
+    return folder

@@ -7,7 +7,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 
 import drafters.files
@@ -15,30 +14,11 @@ import evaluate
 import train
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.runs import claim
-from tests.door_world import STEPS, contents, make_world, settings, train_settings, write_rows
+from tests.door_world import STEPS, contents, settings, train_settings, write_rows
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A folder with a target, conversations and prompts."""
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def first(world):
-    """The folder of a finished run."""
-    train.train(train_settings(world))
-    return world / "outputs" / "first"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +47,13 @@ def first(world):
         (["+logger.speed=1", "source.path=missing.jsonl"], ConfigError, r"logger: .*'speed'"),
         (["callbacks.probe_every_n_steps=0"], ConfigError, r"callbacks: probe_every_n_steps: got 0; accepted"),
         (["callbacks.save_every_n_steps=0"], ConfigError, r"callbacks: save_every_n_steps: got 0; accepted"),
+        (["callbacks.probe_tolerance=0"], ConfigError, r"callbacks: probe_tolerance: got 0\.0; must be in \(0, 1\)"),
+        (["callbacks.monitor=loss"], ConfigError, r"callbacks: monitor: got 'loss'; accepted: val/accepted_length"),
+        (
+            ["callbacks.monitor=probe/accepted_length", "callbacks.probe_every_n_steps=null"],
+            ConfigError,
+            r"callbacks: monitor: got 'probe/accepted_length', but probe_every_n_steps is null",
+        ),
         (["report.num_prompts=abc"], ConfigError, r"report\.num_prompts: got 'abc'.*Integer"),
         (["report.num_prompts=0"], ConfigError, r"report: num_prompts: got 0; accepted: 1 or more"),
         (["resume=maybe"], ConfigError, r"^resume: got 'maybe'"),
@@ -193,7 +180,8 @@ def test_a_damaged_checkpoint_is_named(world, first, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        (["run=nowhere"], CheckpointError, r"run: no folder nowhere; give one that train\.py wrote"),
+        (["run=nowhere"], ConfigError, r"run: got 'nowhere', which is no folder and no baseline; accepted: .*ngram"),
+        (["run=no/where"], CheckpointError, r"run: no folder no/where; give one that train\.py wrote"),
         (["run={world}"], CheckpointError, r"run: .* is not a run of train\.py: it has no \.hydra"),
         (["run={world}/begun"], CheckpointError, r"run: .*begun has no drafter yet; go on with the train\.py command"),
         (["length=9"], ConfigError, r"length: got 9; accepted: 'auto' or 1 to 3"),
@@ -204,7 +192,7 @@ def test_a_damaged_checkpoint_is_named(world, first, tmp_path):
         (["num_prompts=0"], ConfigError, r"num_prompts: got 0; accepted: 1 or more"),
         (["split=test"], ConfigError, r"split: got 'test'; accepted: train, validation, or null"),
         (["source.path={world}/nothing.jsonl"], DataError, r"source\.path: no file '.*nothing\.jsonl'"),
-        (["source.path={world}/target/config.json"], DataError, r"config\.json.*messages"),
+        (["source.path={world}/target/config.json"], DataError, r"config\.json' line 1: malformed JSON.*an array"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

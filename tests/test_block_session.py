@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from drafters.decoding.loop import DecodeConfig, decode
-from drafters.decoding.sampling import probs
+from drafters.decoding.sampling import Draws, RowStreams, probs
+from drafters.decoding.tree import chain_tree, static_tree
 from drafters.heads.anchors import sample_anchors
 from drafters.heads.block import BlockDrafter
 from drafters.heads.sequential import teacher_forced
@@ -14,6 +15,13 @@ from tests.block_doubles import MARKOV, RUNNING, make_batch, make_drafter
 from tests.tiny import tiny_target
 
 GREEDY = Sampling()
+
+
+def draws(sampling, num_rows, seed=0):
+    """What the loop hands to a session of `num_rows` rows."""
+    if sampling.temperature == 0:
+        return Draws(sampling)
+    return Draws(sampling, RowStreams(range(seed, seed + num_rows), torch.device("cpu")).round(4).draft_BS)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +64,10 @@ class Reader:
         tokens, aux = self.batch.tokens_BT[rows, index], self.batch.aux_BTLD[rows, index]
         self.session.extend(tokens, torch.tensor(counts), anchors, aux, None)
 
+    def join(self, other: "Reader") -> None:
+        self.session.join(other.session)
+        self.at, self.rows = self.at + other.at, self.rows + other.rows
+
     def keep(self, rows: list[int]) -> None:
         self.session.keep(torch.tensor(rows))
         self.at, self.rows = [self.at[r] for r in rows], [self.rows[r] for r in rows]
@@ -69,12 +81,18 @@ def test_session_equals_training_after_ragged_reading(target, window, reduced, s
     batch = make_batch(target, [60, 48, 55], prompt=1)
     reader = Reader(drafter, target, batch)
     steps = [[4, 9, 2], [1, 5, 3], [5, 1, 1], [2, 2, 14], [3, 5, 4], "keep", [1, 4], [5, 1], [5, 5], [2, 4], [5, 3]]
+    steps += ["join", [3, 1, 4], [2, 2, 2]]
     for step in steps:
         if step == "keep":
             reader.keep([2, 0])
+        elif step == "join":
+            newcomer = Reader(drafter, target, batch)
+            newcomer.read([17, 1, 1])
+            newcomer.keep([0])
+            reader.join(newcomer)
         else:
             reader.read(step)
-        proposal = reader.session.propose(drafter.block_size, GREEDY)
+        proposal = reader.session.propose(drafter.block_size, Draws(GREEDY))
         hidden = reader.session.hidden()
         for b, (row, at) in enumerate(zip(reader.rows, reader.at, strict=True)):
             want = trained_states(drafter, target, batch, row, at)
@@ -102,7 +120,7 @@ def test_sampled_proposals_carry_the_distributions_they_were_drawn_from(target):
     reader = Reader(drafter, target, batch)
     reader.read([6, 9])
     sampling = Sampling(temperature=0.8, top_k=9)
-    proposal = reader.session.propose(4, sampling, torch.Generator().manual_seed(0))
+    proposal = reader.session.propose(4, draws(sampling, 2))
     assert torch.equal(proposal.support_V, drafter.vocab.ids_V)
     assert proposal.probs_BSV.shape == (2, 4, drafter.vocab.size)
     for b in range(2):
@@ -120,8 +138,8 @@ def test_a_shorter_draft_is_a_prefix_of_a_longer_one(target, sampling):
     drafter, batch = make_drafter(target), make_batch(target, [20], prompt=1)
     reader = Reader(drafter, target, batch)
     reader.read([8])
-    whole = reader.session.propose(4, sampling, torch.Generator().manual_seed(1))
-    part = reader.session.propose(2, sampling, torch.Generator().manual_seed(1))
+    whole = reader.session.propose(4, draws(sampling, 1))
+    part = reader.session.propose(2, draws(sampling, 1))
     assert torch.equal(part.tokens_BS, whole.tokens_BS[:, :2])
     assert part.lengths_B.tolist() == [2]
     torch.testing.assert_close(part.confidence_BS, whole.confidence_BS[:, :2])
@@ -135,7 +153,7 @@ def test_confidence_of_a_slot_does_not_see_its_token(target, confidence):
     reader.read([8])
     seen: dict[tuple[int, ...], tuple[float, set[int]]] = {}
     for seed in range(60):
-        proposal = reader.session.propose(2, Sampling(temperature=1.0), torch.Generator().manual_seed(seed))
+        proposal = reader.session.propose(2, draws(Sampling(temperature=1.0), 1, seed=seed))
         tokens, sure = proposal.tokens_BS[0].tolist(), proposal.confidence_BS[0].tolist()
         for k in range(2):
             value, drawn = seen.setdefault(tuple(tokens[:k]), (sure[k], set()))
@@ -143,6 +161,40 @@ def test_confidence_of_a_slot_does_not_see_its_token(target, confidence):
             assert 0.0 < sure[k] < 1.0
             drawn.add(tokens[k])
     assert len(seen[()][1]) > 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_p=0.95)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sequential", [MARKOV, RUNNING, None])
+def test_a_tree_of_one_branch_is_a_chain(target, sampling, sequential):
+    drafter, batch = make_drafter(target, sequential=sequential), make_batch(target, [20, 30], prompt=1)
+    reader = Reader(drafter, target, batch)
+    reader.read([8, 13])
+    chain, tree = reader.session.propose(4, draws(sampling, 2)), chain_tree(4)
+    drafted = reader.session.propose_tree(tree, draws(sampling, 2))
+    assert torch.equal(drafted.tokens_BS, chain.tokens_BS)
+    assert drafted.parents_S == (-1, 0, 1, 2)
+    if sampling != GREEDY:
+        torch.testing.assert_close(drafted.probs_BSV, chain.probs_BSV)
+
+
+@pytest.mark.parametrize("sequential", [MARKOV, RUNNING, None])
+def test_slots_of_a_tree_are_the_best_after_their_own_path(target, sequential):
+    drafter, batch = make_drafter(target, sequential=sequential), make_batch(target, [20, 30], prompt=1)
+    reader = Reader(drafter, target, batch)
+    reader.read([8, 13])
+    tree = static_tree([3, 2, 2])
+    drafted = reader.session.propose_tree(tree, draws(GREEDY, 2))
+    for b in range(2):
+        hidden, tokens = trained_states(drafter, target, batch, b, reader.at[b]), drafted.tokens_BS[b].tolist()
+        for parent in range(-1, 9):
+            path = [int(batch.tokens_BT[b, reader.at[b]])] + [
+                tokens[s] for s in range(9) if tree.ancestors_SS[parent, s]
+            ]
+            path = path if parent >= 0 else path[:1]
+            logits_V = trained_logits(drafter, target, hidden[: len(path)], path)[-1]
+            children = tree.children(parent)
+            best = drafter.vocab.ids_V[logits_V.topk(len(children)).indices]
+            assert [tokens[child] for child in children] == best.tolist()
 
 
 def test_real_decoding_is_the_targets_own(target):

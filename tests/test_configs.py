@@ -15,8 +15,10 @@ from data.regenerate import RegenerateConfig
 from data.sources import DataConfig
 from drafters.cache_writer import CaptureConfig
 from drafters.config import build_config, locate, to_plain, typed
+from drafters.decoding.measure import MeasureConfig
 from drafters.door import TARGET_KEYS
-from evaluate import read_config
+from drafters.errors import ConfigError
+from evaluate import MEASURE
 from train import read_plan
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -29,6 +31,8 @@ NEEDED = {
     ("source", "jsonl"): ["source.path=a.jsonl"],
     ("source", "hub"): ["source.hub_id=a/b"],
 }
+# Baselines that evaluate.py measures.
+UNTRAINED = {("drafter", "ngram"), ("drafter", "draft_model")}
 # Groups whose nodes a dataclass without a `_target_` types.
 TYPED = {"cache": CaptureConfig, "data": DataConfig}
 
@@ -50,7 +54,7 @@ def test_the_groups_are_the_ones_tested_here():
 def test_every_door_composes_and_resolves(door):
     plain = to_plain(composed(door))
     if door == "evaluate":
-        assert read_config(composed(door)).length == "auto"
+        assert typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="").length == "auto"
     elif door == "regenerate":
         typed(RegenerateConfig, {name: plain[name] for name in RegenerateConfig.__dataclass_fields__}, key="")
 
@@ -59,6 +63,11 @@ def test_every_door_composes_and_resolves(door):
 def test_every_option_composes_and_binds(group, option):
     cfg = composed("train", f"{group}={option}", *NEEDED.get((group, option), []))
     to_plain(cfg)
+    if (group, option) in UNTRAINED:
+        build_config(cfg.drafter, key="drafter")
+        with pytest.raises(ConfigError, match=f"drafter: '{option}' has nothing to train; .*evaluate.py run={option}"):
+            read_plan(cfg)
+        return
     # The whole plan of a run is typed, whichever option was chosen.
     plan = read_plan(cfg)
     assert plan.num_prompts > 0

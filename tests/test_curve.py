@@ -22,7 +22,8 @@ def validated(minutes, positions, step, length):
 
 
 def probed(minutes, positions, step, length):
-    return f",{minutes},{positions},{length},{step},,,"
+    """A probe's row repeats the greedy number of the validation before it."""
+    return f",{minutes},{positions},{length},{step},,,2.5"
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_logs_are_joined_and_each_step_counts_once(run):
 def test_the_picture_shows_each_number_over_minutes_and_positions(run):
     left, right = draw_curve(read_curve(run)).axes
     lines = {line.get_label(): line for line in left.get_lines()}
-    assert set(lines) == {"teacher-forced, probabilistic", "teacher-forced, greedy", "real decoding, greedy"}
+    assert set(lines) == {"teacher-forced, probabilistic", "teacher-forced, greedy", "real decoding"}
     assert lines["teacher-forced, greedy"].get_ydata().tolist() == [2.0, 2.25, 2.5, 2.75]
     assert lines["teacher-forced, greedy"].get_xdata().tolist() == [1, 2, 3, 4]
     assert right.get_lines()[0].get_xdata().tolist() == [100, 200, 300, 400]

@@ -12,41 +12,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 
 import drafters.cache_writer
 import evaluate
 import train
 from drafters.batches import StatesLoader
+from drafters.config import to_plain
+from drafters.decoding.report import CONTRACT_KEYS
 from drafters.door import door
 from drafters.errors import CheckpointError, ConfigError
-from tests.door_world import ROOT, STEPS, contents, make_world, same_weights, settings, train_settings
-from tests.test_report import CONTRACT
+from drafters.training.loggers import log_evaluation
+from drafters.training.plan import place
+from tests.door_world import ROOT, STEPS, contents, same_weights, settings, train_settings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A folder with a target, conversations and prompts."""
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def first(world):
-    """The folder of a finished run."""
-    train.train(train_settings(world))
-    return world / "outputs" / "first"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_run_leaves_a_drafter_and_a_report(first):
     report = json.loads((first / "report.json").read_text())
-    assert set(report) >= CONTRACT
+    assert set(report) >= CONTRACT_KEYS
     assert report["prompts"] == 2
     assert report["provenance"]["target"]["name"] == "tiny"
     assert report["provenance"]["weights"].endswith("/target")
@@ -65,8 +50,8 @@ def test_a_run_leaves_a_drafter_and_a_report(first):
 
 
 def test_the_trainer_computes_where_the_target_is():
-    assert train.place(torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1]}
-    assert train.place(torch.device("cpu")) == {"accelerator": "cpu", "devices": 1}
+    assert place(torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1]}
+    assert place(torch.device("cpu")) == {"accelerator": "cpu", "devices": 1}
 
 
 def test_a_finished_run_is_left_alone(world, first, capsys):
@@ -122,6 +107,45 @@ def test_a_run_that_was_killed_while_measuring_only_measures(world, first, tmp_p
     assert contents(tmp_path / "killed" / "drafter") == before
 
 
+def test_a_finished_run_that_lost_its_drafter_writes_it_again_and_measures_it(world, first, tmp_path):
+    shutil.copytree(first, tmp_path / "lost")
+    shutil.rmtree(tmp_path / "lost" / "drafter")
+    own = (f"outputs={tmp_path}", "name=lost")
+    with pytest.warns(UserWarning, match="drafter was lost: it is written again with the last weights"):
+        train.train(train_settings(world, *own))
+    report = json.loads((tmp_path / "lost" / "report.json").read_text())
+    assert report["provenance"]["drafter"]["step"] == STEPS
+    # With nothing to write it from, the report is all there is: nothing is trained anew over it.
+    shutil.rmtree(tmp_path / "lost" / "drafter")
+    shutil.rmtree(tmp_path / "lost" / "checkpoints")
+    before = contents(tmp_path / "lost")
+    train.train(train_settings(world, *own))
+    assert contents(tmp_path / "lost") == before
+
+
+def test_the_weights_may_be_chosen_by_real_decoding(world, first, tmp_path):
+    own = (f"outputs={tmp_path}", "name=probed", "callbacks.monitor=probe/accepted_length")
+    train.train(train_settings(world, *own))
+    facts = json.loads((tmp_path / "probed" / "report.json").read_text())["provenance"]["drafter"]
+    assert facts["monitor"] == "probe/accepted_length"
+    assert facts["probe"].keys() >= {"probe/accepted_length", "probe/acceptance@3", "probe/rounds"}
+    rows = (tmp_path / "probed" / "logs" / "version_0" / "metrics.csv").read_text()
+    assert "probe/validated_step" in rows
+
+
+def test_a_run_with_wandb_is_found_again_by_its_evaluations(world, first, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    cfg = train_settings(world, f"outputs={tmp_path}", "name=logged", "logger=wandb")
+    train.train(cfg)
+    (run,) = (tmp_path / "logged").glob("wandb/offline-run-*")
+    wandb.run.finish()
+    run_id = json.loads((tmp_path / "logged" / ".hydra" / "wandb.json").read_text())["id"]
+    assert run.name.endswith(run_id)
+    assert log_evaluation(tmp_path / "logged", to_plain(cfg), {"code/accepted_length": 1.5}, {})
+    assert all(path.name.endswith(run_id) for path in (tmp_path / "logged").glob("wandb/offline-run-*"))
+
+
 def test_resume_goes_on_with_a_longer_budget_and_keeps_the_first_report(world, first, tmp_path):
     longer = (f"outputs={tmp_path}", "name=longer", f"optim.max_steps={STEPS + 3}")
     shutil.copytree(first, tmp_path / "longer")
@@ -140,7 +164,7 @@ def test_evaluate_measures_the_prompts_of_several_files(world, first, tmp_path, 
     evaluate.evaluate(settings("evaluate", *own))
     (folder,) = [tmp_path] if out else (first / "evaluate").glob("code-maths-length2-*")
     report = json.loads((folder / "report.json").read_text())
-    assert set(report) >= CONTRACT
+    assert set(report) >= CONTRACT_KEYS
     assert set(report["by_source"]) == {"maths", "code"}
     assert report["by_source"]["code"]["prompts"] == 2
     assert report["draft_length"] in accepted
@@ -170,7 +194,8 @@ def test_an_unknown_choice_lists_the_options_and_a_run_prints_no_chatter(world, 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "drafter=nope"], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert "Available options in 'drafter':\n\tmarkov" in done.stderr
+    assert "Available options in 'drafter':\n\t" in done.stderr
+    assert "\tmarkov\n" in done.stderr
     own = json.loads((first / ".hydra" / "settings.json").read_text())
     overrides = train_overrides(own, outputs=tmp_path)
     done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, env=environment)

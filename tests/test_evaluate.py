@@ -1,5 +1,5 @@
-# evaluate.py beside what test_doors.py tests of it: whose prompts it takes, where it writes, what it says when settings
-# are wrong; and that a prompt without room does not end a run.
+# evaluate.py on a small world: what it measures, alone and side by side, whose prompts it takes, where it writes, what
+# it says when settings are wrong. Its run has a random drafter; what a trained one leaves is tested in test_doors.py.
 
 import json
 import shutil
@@ -12,54 +12,28 @@ import evaluate
 import train
 from data.sources import SourceConfig, load_conversations, load_splits
 from drafters.chat import ChatEncoder
+from drafters.decoding.comparison import Comparison
+from drafters.decoding.dialogue import Dialogue
 from drafters.decoding.measure import MeasureConfig
-from drafters.decoding.probe import acceptance_probe
 from drafters.decoding.report import Report
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.types import Sampling
-from tests.copy_drafter import CopyDrafter, sharp_target
-from tests.door_world import ANSWER, make_world, settings, train_settings, write_rows
+from tests.door_world import ANSWER, make_run, train_settings, write_rows
+from tests.evaluating import OTHER, evaluated, evaluation_run, on, prompts_of, up_to_the_measurement
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A folder with a target, conversations and prompts."""
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def first(world):
-    """The folder of a finished run."""
-    train.train(train_settings(world))
-    return world / "outputs" / "first"
+def run(world):
+    return evaluation_run(world)
 
 
 @pytest.fixture
-def measured(first, monkeypatch):
-    """Runs evaluate.py up to the measurement; gives what would be measured and written."""
-
-    def call(*overrides):
-        seen = []
-        monkeypatch.setattr(
-            "drafters.door.measure_and_write",
-            lambda target, drafter, prompts, config, **rest: seen.append(
-                {"prompts": prompts, "config": config, **rest}
-            ),
-        )
-        evaluate.evaluate(settings("evaluate", f"run={first}", "device=cpu", "max_new_tokens=12", *overrides))
-        return seen[0]
-
-    return call
+def measured(run, monkeypatch):
+    return up_to_the_measurement(run, monkeypatch)
 
 
 def test_the_run_s_own_source_is_split_as_the_run_split_it(world, measured):
@@ -69,91 +43,208 @@ def test_the_run_s_own_source_is_split_as_the_run_split_it(world, measured):
     _, held_out = load_splits(own, validation=0.2, seed=0)
     found = measured(*source)
     assert len(held_out) == 4
-    assert found["provenance"]["prompts"] == {
+    encoder = ChatEncoder(tiny_tokenizer("chatml"), max_length=512)
+    assert found.place.facts["weights"] == f"{world}/target"
+    assert found.place.facts["prompts"] == {
         "source": [f"{world}/chats.jsonl"],
         "split": "validation, as the run split it",
         "num_prompts": 4,
+        "template_hash": encoder.template_hash,
     }
-    encoder = ChatEncoder(tiny_tokenizer("chatml"), max_length=512)
     expected = [encoder.prompt(conversation.messages[:1]).tolist() for conversation in held_out]
-    assert sorted(tokens.tolist() for _, tokens in found["prompts"]) == sorted(expected)
-    assert len(measured(*source, "split=null")["prompts"]) == len(list(load_conversations(own))) == 20
+    assert sorted(prompts_of(found)) == sorted(expected)
+    assert len(measured(*source, "split=train").dialogues) == 16
+    assert len(measured(*source, "split=null").dialogues) == len(list(load_conversations(own))) == 20
+
+
+def test_a_comparison_leaves_out_what_any_of_its_runs_trained_on(world, run, measured):
+    def held_out(seed):
+        _, rows = load_splits(SourceConfig(path=str(world / "chats.jsonl")), validation=0.2, seed=seed)
+        return {row.messages for row in rows}
+
+    seed = next(seed for seed in range(1, 99) if 0 < len(held_out(0) & held_out(seed)) < 4)
+    other = make_run(world, "other-seed")
+    path = other / ".hydra" / "settings.json"
+    own = json.loads(path.read_text())
+    own["data"]["seed"] = seed
+    path.write_text(json.dumps(own))
+    source = ("source=jsonl", f"source.path={world}/chats.jsonl")
+    encoder = ChatEncoder(tiny_tokenizer("chatml"), max_length=512)
+    prompts = {
+        name: sorted(encoder.prompt(messages[:1]).tolist() for messages in chosen)
+        for name, chosen in {"run": held_out(0), "both": held_out(0) & held_out(seed)}.items()
+    }
+    assert sorted(prompts_of(measured(*source, names=(f"compare=[{run},{other},ngram]",)))) == prompts["both"]
+    assert sorted(prompts_of(measured(*source, names=(f"compare=[ngram,{run}]",)))) == prompts["run"]
 
 
 def test_other_sources_are_taken_whole(world, measured):
-    facts = measured("source=jsonl", f"source.path={world}/maths.jsonl")["provenance"]["prompts"]
-    assert facts == {"source": [f"{world}/maths.jsonl"], "split": "all rows", "num_prompts": 2}
+    facts = measured("source=jsonl", f"source.path={world}/maths.jsonl").place.facts["prompts"]
+    assert facts["split"] == "all rows"
+    assert facts["num_prompts"] == 2
 
 
-def test_other_settings_get_another_folder(world, first, measured, tmp_path):
+def test_a_comparison_end_to_end(world, run, tmp_path, capsys):
+    own = (f"out={tmp_path}/out", "baselines.draft_model.block_size=2", "baselines.ngram.block_size=2")
+    evaluated(f"compare=[{run},ngram,draft_model]", *on(world, "pairs"), *own)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "comparison.json",
+        "comparison.md",
+        "comparison.png",
+    ]
+    reports = Comparison.load(tmp_path / "out" / "comparison.json").reports
+    assert list(reports) == ["run", "ngram", "draft_model"]
+    assert [report.prompts for report in reports.values()] == [4, 4, 4]
+    assert [set(report.by_turn) for report in reports.values()] == [{"1", "2"}] * 3
+    # The target that drafts for itself has all accepted; an untrained head next to nothing.
+    assert reports["draft_model"].acceptance_by_position == [1.0, 1.0]
+    assert reports["run"].accepted_length < 1.5
+    assert [report.drafter_parameters > 0 for report in reports.values()] == [True, False, False]
+    facts = reports["ngram"].provenance
+    assert facts["drafter"]["class"] == "drafters.heads.ngram.NgramDrafter"
+    assert facts["drafter"]["config"]["block_size"] == 2
+    assert len(reports["run"].provenance["drafter"]["sha256"]) == 64
+    shown = capsys.readouterr().out
+    assert shown.count("Drafters compared") == 1
+    assert f"Written: {tmp_path}/out/comparison.md" in shown
+
+
+def test_the_target_accepts_its_own_drafts_sampled_in_batches(world, tmp_path):
+    weights = (*OTHER, f"target.weights={world}/target", f"out={tmp_path}", "temperature=1", "batch_size=2")
+    evaluated("run=draft_model", *on(world), *weights)
+    report = Report.load(tmp_path / "report.json")
+    assert report.acceptance_by_position == [1.0] * 5
+    assert (report.temperature, report.batch_size, report.divergences) == (1.0, 2, None)
+
+
+def test_a_baseline_alone_goes_to_a_folder_of_its_own(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^target: missing; a baseline alone needs one of conf/target"):
+        evaluated("run=ngram", *on(world))
+    evaluated("run=ngram", *on(world), *OTHER, f"target.weights={world}/target", "baselines.ngram.block_size=2")
+    (report,) = tmp_path.glob("outputs/ngram/maths-*/report.json")
+    assert Report.load(report).name == "ngram"
+
+
+def test_other_settings_get_another_folder(world, run, measured, tmp_path):
     same = write_rows(tmp_path / "maths.jsonl", [{"turns": ["Another?"]}])
     plain = ("source=jsonl", f"source.path={world}/maths.jsonl")
-    changes = ("temperature=1.0", "length=2", "batch_size=2", "seed=1", "top_k=5", "num_prompts=1", "max_new_tokens=13")
-    outs = [measured(*plain, *change)["out"] for change in ((), *((one,) for one in changes))]
-    outs.append(measured("source=jsonl", f"source.path={same}")["out"])
-    assert len(set(outs)) == len(outs) == 9
-    assert all(out.parent == first / "evaluate" and out.name.startswith("maths-") for out in outs)
-    assert ["-t1-" in out.name for out in outs] == [False, True] + [False] * 7
-    assert "-length2-" in outs[2].name
-    assert "-batch2-" in outs[3].name
-    assert measured(*plain)["out"] == outs[0]
-    assert measured(*plain, f"out={tmp_path}/own")["out"] == tmp_path / "own"
-    assert measured(*plain, "out='~/own'")["out"] == Path.home() / "own"
+    changes = ("temperature=1.0", "length=2", "batch_size=2", "seed=1", "repetition_penalty=1.1", "num_prompts=1")
+    changes += ("max_new_tokens=13", "tree=[2,1]", "tree=auto", "system=Be brief.", "num_speed_prompts=1")
+    changes += ("profile_rounds=5",)
+    outs = {one: measured(*plain, one).place.out for one in ("device=cpu", *changes)}
+    outs["another prompt"] = measured("source=jsonl", f"source.path={same}").place.out
+    outs["two turns"] = measured("source=jsonl", f"source.path={world}/pairs.jsonl").place.out
+    outs["one turn"] = measured("source=jsonl", f"source.path={world}/pairs.jsonl", "turns=1").place.out
+    assert len(set(outs.values())) == len(outs)
+    assert all(out.parent == run / "evaluate" for out in outs.values())
+    marked = {one: out.name.split("-", 1)[1].rsplit("-", 1)[0] for one, out in outs.items() if out.name.count("-") > 1}
+    assert marked == {
+        "temperature=1.0": "t1",
+        "length=2": "length2",
+        "batch_size=2": "batch2",
+        "tree=[2,1]": "tree",
+        "tree=auto": "tree",
+    }
+    assert measured(*plain).place.out == outs["device=cpu"]
+    assert measured(*plain, "thinking=null", "resume=true").place.out == outs["device=cpu"]
+    assert measured(*plain, f"out={tmp_path}/own").place.out == tmp_path / "own"
+    assert measured(*plain, "out='~/own'").place.out == Path.home() / "own"
+
+
+def test_comparisons_and_baselines_differ_by_who_takes_part(world, run, measured):
+    target = (*OTHER, f"target.weights={world}/target")
+    plain = ("source=jsonl", f"source.path={world}/maths.jsonl", *target)
+    twin = make_run(world, "twin", seed=1)
+    names = [f"[{run},ngram]", f"[ngram,{run}]", f"[{run},{twin}]", f"[{twin},ngram]", "[ngram,draft_model]"]
+    outs = [measured(*plain, names=(f"compare={one}",)).place.out for one in names]
+    outs += [measured(*plain, names=(f"compare={names[0]}", "baselines.ngram.max_ngram=4")).place.out]
+    assert {out.parent for out in outs} == {Path("outputs/compare")}
+    alone = [measured(*plain, f"baselines.ngram.max_ngram={n}", names=("run=ngram",)).place.out for n in (3, 4)]
+    assert {out.parent for out in alone} == {Path("outputs/ngram")}
+    assert len({*outs, *alone}) == 8
+
+
+def test_a_run_that_was_trained_on_is_measured_beside_its_former_self(world, measured, tmp_path):
+    plain = ("source=jsonl", f"source.path={world}/maths.jsonl")
+    changing = make_run(world, "changing")
+    before = measured(*plain, names=(f"run={changing}",)).place.out
+    shutil.rmtree(changing)
+    make_run(world, "changing", seed=2)
+    after = measured(*plain, names=(f"run={changing}",)).place.out
+    assert before.parent == after.parent
+    assert before != after
 
 
 def test_folder_names_are_safe_and_short():
-    prompts = [(name, torch.tensor([1])) for name in ("../web/chats", "Ünïcode name", *(f"s{i}" for i in range(40)))]
+    def dialogues(*names):
+        return [Dialogue(source=name, key=name, num_turns=1, encode=lambda _: torch.tensor([1])) for name in names]
+
     config = MeasureConfig(sampling=Sampling(temperature=0.7), length=12, batch_size=128)
-    name = evaluate.folder_name(prompts, config, "hash")
+    many = dialogues("../web/chats", "Ünïcode name", *(f"s{i}" for i in range(40)))
+    name = evaluate.folder_name(many, config, ["hash"])
     assert len(name) <= 60
     assert name.startswith("web_chats-Ünïcode_name-s0")
     assert "/" not in name
     assert "-t0.7-length12-batch128-" in name
-    assert evaluate.folder_name([("..", torch.tensor([1]))], config, "hash").startswith("-t0.7")
+    assert evaluate.folder_name(dialogues(".."), config, ["hash"]).startswith("-t0.7")
+    assert evaluate.folder_name(many, config, ["other"]) != name
 
 
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
-        (["num_prompts=abc"], ConfigError, r"^num_prompts: got 'abc'.*Integer"),
-        (["num_speed_prompts=abc"], ConfigError, r"^num_speed_prompts: got 'abc'.*Integer"),
-        (["allow_other_target=maybe"], ConfigError, r"^allow_other_target: got 'maybe'"),
-        (["max_new_tokens=512"], DataError, r"2 of 2 left out: longer than the 0 tokens that max_new_tokens leaves"),
-        (["out={world}/maths.jsonl/x"], CheckpointError, r"maths\.jsonl/x: cannot be written"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_wrong_settings_are_named(world, first, overrides, error, message, monkeypatch):
-    monkeypatch.setattr("drafters.decoding.measure.measure", None)  # nothing is measured before
-    own = [f"run={first}", "device=cpu", "source=jsonl", f"source.path={world}/maths.jsonl"]
-    with pytest.raises(error, match=message):
-        evaluate.evaluate(settings("evaluate", *own, *(one.format(world=world) for one in overrides)))
-
-
-def test_a_run_must_be_named():
-    with pytest.raises(ConfigError, match=r"^run: missing"):
-        evaluate.evaluate(settings("evaluate"))
-
-
-def test_no_is_no(world, first, tmp_path):
+def test_no_is_no(world, run, tmp_path):
     """`allow_other_target=no` is text in YAML's eyes here, and a text is true."""
     shutil.copytree(world / "target", tmp_path / "tuned")
     tiny_llama(seed=1, vocab_size=len(tiny_tokenizer("chatml"))).save_pretrained(tmp_path / "tuned")
-    own = (f"run={first}", "device=cpu", "source=jsonl", f"source.path={world}/maths.jsonl", "allow_other_target=no")
-    other = ("target=smollm2", f"target.weights={tmp_path}/tuned", "target.sha256=null", "target.mask_token=0")
+    other = (*OTHER, f"target.weights={tmp_path}/tuned", "allow_other_target=no")
     with pytest.raises(CheckpointError, match="allow_other_target=true"):
-        evaluate.evaluate(settings("evaluate", *own, *other, "target.dtype=float32"))
+        evaluated(f"run={run}", *on(world), *other)
 
 
-def test_tables_are_on_the_screen_when_they_cannot_be_saved(world, first, tmp_path, monkeypatch, capsys):
+def test_tables_are_on_the_screen_when_they_cannot_be_saved(world, run, tmp_path, monkeypatch, capsys):
     def no_space(report, folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Report, "save", no_space)
-    own = (f"run={first}", "device=cpu", "source=jsonl", f"source.path={world}/maths.jsonl", "max_new_tokens=12")
-    with pytest.raises(CheckpointError, match="out: cannot be written: no space left"):
-        evaluate.evaluate(settings("evaluate", *own, f"out={tmp_path}/out"))
+    own = (f"run={run}", *on(world), f"out={tmp_path}/out")
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "save", no_space)
+        with pytest.raises(CheckpointError, match="out: cannot be written: no space left"):
+            evaluated(*own)
     assert "accepted length (bonus included)" in capsys.readouterr().out
+    # With more space, nothing is measured again.
+    monkeypatch.setattr("drafters.decoding.runner.Runner.warm_up", lambda *_: None)
+    monkeypatch.setattr("drafters.decoding.runner.decode", None)
+    evaluated(*own, "resume=true")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("acceptance.png", "report.json", "report.md", "speed.png")
+    ]
+
+
+def test_a_resume_is_refused_in_one_line(world, run, tmp_path, monkeypatch):
+    def no_space(report, folder):
+        raise OSError(28, "No space left on device")
+
+    own = (f"run={run}", *on(world), f"out={tmp_path}/out")
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "save", no_space)
+        with pytest.raises(CheckpointError):
+            evaluated(*own)
+    for change in ("seed=1", "system=Hi.", "length=2"):
+        with pytest.raises(DataError, match=r"^resume: .*with other settings, prompts or weights.*resume=false"):
+            evaluated(*own, "resume=true", change)
+
+
+def test_wandb_gets_the_numbers_of_the_runs_that_use_it(world, run, tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr("drafters.training.loggers.log_evaluation", lambda *args: logged.append(args))
+    other = make_run(world, "with-wandb")
+    evaluated(f"compare=[{run},{other},ngram]", *on(world), f"out={tmp_path}/maths")
+    reports = Comparison.load(tmp_path / "maths" / "comparison.json").reports
+    assert [folder for folder, *_ in logged] == [run, other]
+    for (_, own, values, pictures), name in zip(logged, ("run", "with-wandb"), strict=True):
+        assert own["logger"]["_target_"].endswith("CSVLogger")
+        assert values["evaluate/maths/accepted_length"] == reports[name].accepted_length
+        assert values["evaluate/maths/speedup"] == reports[name].speedup
+        assert pictures == {"evaluate/maths/comparison": tmp_path / "maths" / "comparison.png"}
 
 
 def test_a_held_out_prompt_without_room_does_not_end_a_run(world, tmp_path):
@@ -164,10 +255,3 @@ def test_a_held_out_prompt_without_room_does_not_end_a_run(world, tmp_path):
     with pytest.warns(UserWarning, match="prompts: 1 of 2 left out: longer than the 500 tokens"):
         train.train(train_settings(world, *own))
     assert json.loads((tmp_path / "first" / "report.json").read_text())["prompts"] == 1
-
-
-def test_the_probe_makes_fewer_tokens_where_a_prompt_leaves_no_more():
-    target = sharp_target(vocab_size=64, scale=30)
-    prompt = torch.arange(3, 63).repeat(9)[: target.spec.max_position - 20]
-    found = acceptance_probe(target, [prompt, prompt[:40]])(CopyDrafter(target, block_size=3))
-    assert found["accepted_length"] >= 1

@@ -24,13 +24,17 @@ TRUNK_IMPORTS = {
     "checkpoint.py": {"safetensors"},
     "config.py": {"omegaconf"},
     "files.py": {"safetensors"},
-    "decoding/report.py": {"matplotlib", "rich"},
+    "decoding/comparison.py": {"rich"},
+    "decoding/pictures.py": {"matplotlib"},
+    "decoding/render.py": {"rich"},
+    "decoding/show.py": {"rich"},
     "door.py": {"rich"},
     "kv_cache.py": {"transformers"},
     "target.py": {"safetensors", "transformers"},
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},
     "training/curve.py": {"matplotlib"},
+    "training/loggers.py": {"wandb"},
     "weights.py": {"gguf", "huggingface_hub", "safetensors", "transformers"},
 }
 # What a door may not import before it knows what it was asked for: `--cfg job` must answer at once.

@@ -1,22 +1,25 @@
-# The decode loop on real (tiny) models: exact at temperature 0, and at temperature 1 a chi-square test of whole
-# sequences against the target's law. The target is sharpened and the drafter a perturbed copy, so that every accepted
-# count occurs. Planted bugs must fail the same test.
+# The decode loop on real (tiny) models: rows, rounds, limits, stops; and rows that share a batch, enter and leave it,
+# which must not change anything that a row gets. The target is sharpened and the drafter a perturbed copy, so that
+# every accepted count occurs. What the tokens' law must be is tested in test_lossless.py.
 
 import itertools
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from drafters.decoding import loop
-from drafters.decoding.loop import DecodeConfig, RunTimings, decode
-from drafters.decoding.sampling import draw, probs
-from drafters.decoding.verify import Verdict, verify_chain
+from drafters.decoding.loop import DecodeConfig, Round, RunTimings, decode
+from drafters.decoding.tree import Tree
 from drafters.errors import ConfigError, DataError
+from drafters.heads.ngram import NgramDrafter
 from drafters.types import Needs, Sampling
-from tests.copy_drafter import CopyDrafter, sharp_target
+from tests.copy_drafter import CopyDrafter, CopySession, sharp_target
+from tests.tiny import tiny_target
 
 GAMMA = 4
+TREE = Tree.of((-1, -1, 0, 0, 1, 2, 5))
+# Longer than all rows together that it meets, and of one token.
+LENGTHS = [9, 3, 17, 1, 6, 150, 1, 40]
 
 
 def prompts_of(lengths, vocab_size=128):
@@ -34,7 +37,7 @@ def copy():
     return sharp_target(vocab_size=128, scale=30, noise=0.3)
 
 
-def generate(target, prompt, num_tokens, eos=None):
+def generate(target, prompt, num_tokens, eos=None, **settings):
     out = target.model.generate(
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
@@ -42,6 +45,7 @@ def generate(target, prompt, num_tokens, eos=None):
         do_sample=False,
         eos_token_id=eos,
         pad_token_id=0,
+        **settings,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -92,7 +96,33 @@ def test_rounds_near_the_limit_are_short_and_not_full(target):
     twin = CopyDrafter(target, block_size=GAMMA)
     (row,) = decode(target, twin, prompts_of([5]), DecodeConfig(max_new_tokens=9, stop_ids=()))
     # 1 token of prefill, 5 of a full round, then 3 are left: 2 drafts and the target's token.
-    assert [tuple(r) for r in row.rounds] == [(4, 4, 5, True), (2, 2, 3, False)]
+    assert row.rounds == [Round(4, 4, 5, True, 6), Round(2, 2, 3, False, 11)]
+
+
+def test_the_context_of_a_round_is_the_text_before_it(target, copy):
+    prompts = prompts_of([5, 12])
+    for tree in (None, TREE):
+        config = DecodeConfig(max_new_tokens=30, tree=tree, batch_size=2, stop_ids=())
+        for prompt, row in zip(
+            prompts, decode(target, CopyDrafter(copy, block_size=GAMMA), prompts, config), strict=True
+        ):
+            before = itertools.accumulate((r.gained for r in row.rounds), initial=len(prompt) + 1)
+            assert [r.context for r in row.rounds] == list(before)[:-1]
+
+
+def test_the_slots_of_a_tree_hold_the_tokens_that_stood(target, copy):
+    seen = []
+    config = DecodeConfig(max_new_tokens=60, tree=TREE, batch_size=2, stop_ids=())
+    prompts = prompts_of([5, 12])
+    decode(target, CopyDrafter(copy, block_size=GAMMA), prompts, config, on_round=lambda *args: seen.append(args))
+    assert {r.accepted for _, r, _, _ in seen} == {0, 1, 2, 3, 4}
+    assert any(r.slots and r.slots != tuple(range(r.accepted)) for _, r, _, _ in seen)
+    for _, r, tokens, drafts in seen:
+        assert len(drafts) == r.proposed
+        assert r.proposed == TREE.size or (r.proposed == 0 and not r.full)
+        assert len(r.slots) == r.accepted
+        assert [TREE.parents[slot] for slot in r.slots] == [-1, *r.slots][: r.accepted]
+        assert [drafts[slot] for slot in r.slots][: r.gained] == tokens[: r.accepted]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -111,15 +141,18 @@ def test_lengths_cycle_and_timings_add_up(target, copy):
         CopyDrafter(copy, block_size=GAMMA),
         prompts_of([6]),
         config,
-        on_round=lambda prompt, r, tokens: seen.append((prompt, r, tokens)),
+        on_round=lambda *args: seen.append(args),
         timings=timings,
     )
     assert row.tokens == generate(target, prompts_of([6])[0], 30)
     assert [cost.length for cost in timings.rounds][:-2] == list(itertools.islice(itertools.cycle((1, 0, 3)), 100))[
         : timings.steps - 2
     ]
-    assert [r for _, r, _ in seen] == row.rounds
-    assert [row.tokens[0], *(t for _, _, tokens in seen for t in tokens)] == row.tokens
+    assert [r for _, r, _, _ in seen] == row.rounds
+    assert [row.tokens[0], *(t for _, _, tokens, _ in seen for t in tokens)] == row.tokens
+    for _, r, tokens, drafts in seen:
+        assert len(drafts) == r.proposed
+        assert drafts[: r.accepted] == tokens[: r.accepted]
     assert timings.steps == len(row.rounds)
     assert timings.prefill_s > 0
     assert timings.decode_s == pytest.approx(timings.draft_s + timings.verify_s + timings.overhead_s)
@@ -147,6 +180,7 @@ def test_seeds_repeat(target, copy):
         (DecodeConfig(max_new_tokens=0), 4, ConfigError, "max_new_tokens"),
         (DecodeConfig(batch_size=0), 4, ConfigError, "batch_size"),
         (DecodeConfig(length=GAMMA + 1), 4, ConfigError, "length"),
+        (DecodeConfig(tree=Tree.of(range(-1, GAMMA))), 4, ConfigError, "tree: it has 5 levels"),
         (DecodeConfig(sampling=Sampling(temperature=-1)), 4, ConfigError, "sampling.temperature"),
         (DecodeConfig(max_new_tokens=8), 0, DataError, "prompt 0"),
         (DecodeConfig(max_new_tokens=500), 40, DataError, "positions"),
@@ -157,120 +191,180 @@ def test_bad_input_is_named(target, copy, config, prompt, error, key):
         decode(target, CopyDrafter(copy, block_size=GAMMA), prompts_of([prompt]), config)
 
 
-# Chi-square at temperature 1. Vocabulary 5, sequences of 5 tokens (one of prefill, then one round of gamma = 3 with its
-# bonus token, or more rounds), so 3,125 outcomes; those expected fewer than 5 times are pooled. N = 20,000 sequences,
-# alpha = 1e-3. Power: above 0.99 (asserted) when a tenth of the sequences comes from the drafter instead of the
-# target, which is 5 % of total variation.
-N, ALPHA, NUM_TOKENS, SMALL_V, SMALL_GAMMA = 20_000, 1e-3, 5, 5, 3
-PROMPT = torch.tensor([1, 3, 0, 4])
+def test_a_drafter_without_trees_is_named(target):
+    ngram = NgramDrafter(NgramDrafter.Config(), target.spec)
+    with pytest.raises(ConfigError, match="tree: NgramDrafter drafts no trees"):
+        decode(target, ngram, prompts_of([4]), DecodeConfig(tree=TREE))
 
 
-@pytest.fixture(scope="module")
-def small():
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return [sharp_target(vocab_size=SMALL_V, scale=12, noise=noise, **sizes) for noise in (0.0, 0.8)]
+def drafted_by(copy, **settings):
+    return CopyDrafter(copy, block_size=GAMMA, **settings)
 
 
-def law_of(target):
-    """Probability of every sequence of NUM_TOKENS tokens after PROMPT, by enumeration, in float64."""
-    sequences = torch.tensor(list(itertools.product(range(SMALL_V), repeat=NUM_TOKENS)))
-    rows = torch.cat([PROMPT.expand(len(sequences), -1), sequences], 1)
-    last = target.states(rows, needs=Needs(last=True)).last_BTD[:, len(PROMPT) - 1 : -1]
-    log_p = torch.log_softmax(target.head.logits(last).double(), -1)
-    return log_p.gather(2, sequences[..., None]).squeeze(2).sum(1).exp()
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_a_row_is_the_same_in_any_batch(target, copy, tree, temperature, batch_size):
+    """Tokens, rounds and what the target's states were asked for; some rows stop early, most at the limit."""
+    prompts = prompts_of(LENGTHS)
+    sampling = Sampling(temperature=temperature)
+    config = DecodeConfig(max_new_tokens=30, sampling=sampling, tree=tree, stop_ids=())
+    free = decode(target, drafted_by(copy), prompts, config)
+    config = replace(config, stop_ids=(free[1].tokens[6], free[5].tokens[14], free[6].tokens[0]))
+    drafter = drafted_by(copy, ragged=True, needs=Needs(layer_ids=(1,), last=True))
+    alone = decode(target, drafter, prompts, config)
+    together = decode(target, drafter, prompts, replace(config, batch_size=batch_size))
+    assert together == alone
+    assert {row.finish_reason for row in alone} == {"stop", "length"}
+    assert len({len(row.rounds) for row in alone}) > 4, "rows that end together test nothing"
+    assert {r.accepted for row in alone for r in row.rounds} == set(range(GAMMA + 1))
+    if temperature == 0:
+        plain = decode(target, None, prompts, replace(config, batch_size=batch_size))
+        assert [row.tokens for row in plain] == [row.tokens for row in alone]
 
 
-def pooled(values, expected):
-    """Cells expected at least 5 times, and one cell for all others."""
-    big = expected >= 5
-    return torch.cat([values[big], values[~big].sum()[None]])
+def test_plain_sampling_is_the_same_in_any_batch(target):
+    prompts = prompts_of(LENGTHS)
+    config = DecodeConfig(max_new_tokens=20, sampling=Sampling(temperature=1.0, top_p=0.9), stop_ids=())
+    assert decode(target, None, prompts, config) == decode(target, None, prompts, replace(config, batch_size=3))
 
 
-def chi_square_p(counts, law):
-    """(p-value, degrees of freedom) of observed counts under a law."""
-    expected = law * counts.sum()
-    observed, wanted = pooled(counts.double(), expected), pooled(expected, expected)
-    freedom = len(wanted) - 1
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2)), freedom
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_numbers_choose_the_random_stream_of_a_prompt(target, copy, batch_size):
+    """Decoded in another order, or some of them only, prompts get the same tokens under the same numbers."""
+    prompts, order = prompts_of(LENGTHS), [6, 2, 5, 0]
+    config = DecodeConfig(max_new_tokens=15, sampling=Sampling(temperature=1.5), stop_ids=(), batch_size=batch_size)
+    every = decode(target, drafted_by(copy), prompts, config)
+    some = decode(target, drafted_by(copy), [prompts[i] for i in order], replace(config, numbers=tuple(order)))
+    assert [row.prompt for row in some] == [0, 1, 2, 3]
+    assert [(row.tokens, row.rounds) for row in some] == [(every[i].tokens, every[i].rounds) for i in order]
+    twins = decode(target, drafted_by(copy), [prompts[0]] * 3, replace(config, numbers=(4, 5, 4)))
+    assert twins[0].tokens == twins[2].tokens != twins[1].tokens
 
 
-def power_against(law, other):
-    """Power of the test when `other` is true: normal approximation of the non-central chi-square."""
-    expected = law * N
-    wanted, actual = pooled(expected, expected), pooled(other * N, expected)
-    freedom, shift = len(wanted) - 1, float(((actual - wanted) ** 2 / wanted).sum())
-    critical = freedom + 3.09 * math.sqrt(2 * freedom) + 3.09**2 * 2 / 3  # Cornish-Fisher, alpha = 1e-3
-    z = (critical - freedom - shift) / math.sqrt(2 * (freedom + 2 * shift))
-    return 0.5 * math.erfc(z / math.sqrt(2))
+class Watched(CopyDrafter):
+    """Keeps the last session; notes how many rows are decoded together."""
+
+    def session(self, target, batch_size):
+        return WatchedSession(self, self._copy, batch_size)
 
 
-def sample_counts(small, *, ragged=False, support=None, drafted=True):
-    """How often each sequence came out of N rows, and which accepted counts occurred."""
-    target, copy = small
-    drafter = CopyDrafter(copy, block_size=SMALL_GAMMA, ragged=ragged, support=support) if drafted else None
+class WatchedSession(CopySession):
+    """Checks that each row's tokens come with the target's states of that row's own text."""
+
+    def __init__(self, drafter, copy, batch_size):
+        super().__init__(drafter, copy, batch_size)
+        self.texts = [[] for _ in range(batch_size)]
+
+    def extend(self, tokens_BT, lengths_B, anchor_B, aux_BTLD, last_BTD):
+        super().extend(tokens_BT, lengths_B, anchor_B, aux_BTLD, last_BTD)
+        for b, (text, length) in enumerate(zip(self.texts, lengths_B.tolist(), strict=True)):
+            text += tokens_BT[b, :length].tolist()
+            states = self.drafter.target.states(torch.tensor([text]), needs=self.drafter.needs)
+            for mine, truth in ((aux_BTLD, states.aux_BTLD), (last_BTD, states.last_BTD)):
+                torch.testing.assert_close(mine[b, :length], truth[0, -length:], rtol=1e-3, atol=1e-4)
+
+    def propose(self, length, draws):
+        self.drafter.rows.append(len(self.texts))
+        return super().propose(length, draws)
+
+    def propose_tree(self, tree, draws):
+        self.drafter.rows.append(len(self.texts))
+        return super().propose_tree(tree, draws)
+
+    def keep(self, rows):
+        super().keep(rows)
+        self.texts = [self.texts[row] for row in rows.tolist()]
+
+    def join(self, other):
+        super().join(other)
+        self.texts += other.texts
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_states_stay_with_their_row(target, copy, tree):
+    drafter = Watched(copy, block_size=GAMMA, needs=Needs(layer_ids=(0, 2), last=True))
+    drafter.target, drafter.rows = target, []
+    stops = tuple(range(0, 128, 9))
     config = DecodeConfig(
-        max_new_tokens=NUM_TOKENS, sampling=Sampling(temperature=1.0), seed=11, stop_ids=(), batch_size=2000
+        max_new_tokens=25, sampling=Sampling(temperature=1.0), tree=tree, stop_ids=stops, batch_size=3
     )
-    rows = decode(target, drafter, [PROMPT] * N, config)
-    tokens = torch.tensor([row.tokens for row in rows])
-    cells = (tokens * SMALL_V ** torch.arange(NUM_TOKENS - 1, -1, -1)).sum(1)
-    accepted = {r.accepted for row in rows for r in row.rounds if r.full}
-    return torch.bincount(cells, minlength=SMALL_V**NUM_TOKENS), accepted
+    rows = decode(target, drafter, prompts_of(LENGTHS * 2), config)
+    assert len({len(row.tokens) for row in rows}) > 5
+    assert max(drafter.rows) == 3
+    assert drafter.rows.count(3) > len(drafter.rows) / 2, "places stood empty while prompts waited"
 
 
-@pytest.mark.parametrize("kind", ["full", "support", "ragged", "none"])
-def test_chi_square_of_sampled_sequences(small, kind):
-    law, draft_law = law_of(small[0]), law_of(small[1])
-    assert float(law.sum()) == pytest.approx(1, abs=1e-5)
-    assert power_against(law, 0.9 * law + 0.1 * draft_law) > 0.99
-    support = torch.tensor([4, 0, 2]) if kind == "support" else None
-    counts, accepted = sample_counts(small, ragged=kind == "ragged", support=support, drafted=kind != "none")
-    assert accepted == (set(range(SMALL_GAMMA + 1)) if kind != "none" else {0})
-    p_value, freedom = chi_square_p(counts, law)
-    assert freedom > 30
-    assert p_value > ALPHA, f"sampled sequences do not follow the target: p = {p_value:.2g}"
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_rejected_slots_do_not_stay(target, copy, tree, monkeypatch):
+    """With a drafter that is always wrong and rows that come and go, the target's cache holds little more than the
+    longest row that is in work."""
+    stray = sharp_target(vocab_size=128, scale=30, noise=50, noise_seed=2)
+    slots, step = [], target.step
+
+    def watched(tokens_BS, cache, **settings):
+        slots.append((cache.num_slots, int(cache.lengths_B.max()), len(cache.lengths_B)))
+        return step(tokens_BS, cache, **settings)
+
+    monkeypatch.setattr(target, "step", watched)
+    lengths = [150, 3, 8, 1, 40, 2, 90, 5, 5]
+    config = DecodeConfig(max_new_tokens=60, tree=tree, batch_size=3, stop_ids=(11, 23, 64))
+    rows = decode(target, CopyDrafter(stray, block_size=GAMMA), prompts_of(lengths), config)
+    accepted = [r.accepted for row in rows for r in row.rounds]
+    assert sum(accepted) < len(accepted)
+    assert max(num_rows for _, _, num_rows in slots) == 3
+    for num_slots, longest, _ in slots:
+        assert num_slots <= longest * 4 / 3 + 1 + GAMMA, (num_slots, longest)
+    assert slots[-1][0] < 120, "the row of 150 tokens has left, its slots have not"
 
 
-def first_draft_unverified(proposal, logits_BSV, sampling, generator):
-    verdict = verify_chain(proposal, logits_BSV, sampling, generator)
-    lied_B = (verdict.accepted_B == 0) & (proposal.lengths_B > 0)
-    bonus_B = draw(probs(logits_BSV[:, min(1, logits_BSV.shape[1] - 1)], sampling), generator)
-    return Verdict(verdict.accepted_B + lied_B, torch.where(lied_B, bonus_B, verdict.next_B))
+PENALISED = [
+    Sampling(repetition_penalty=1.3),
+    Sampling(repetition_penalty=0.7),
+    Sampling(repetition_penalty=1.3, top_k=5, top_p=0.5, min_p=0.1),
+]
 
 
-def residual_not_normalised(proposal, logits_BSV, sampling, generator):
-    """max(p - q, 0) read as if it summed to one: the missing mass falls on the last token."""
-    p_BSV = probs(logits_BSV, sampling)
-    verdict = verify_chain(proposal, logits_BSV, sampling, generator)
-    next_B = verdict.next_B.clone()
-    for b in (verdict.accepted_B < proposal.lengths_B).nonzero()[:, 0].tolist():
-        k = verdict.accepted_B[b]
-        rest_V = (p_BSV[b, k] - proposal.probs_BSV[b, k]).clamp(min=0)
-        u = torch.rand((), generator=generator)
-        next_B[b] = torch.searchsorted(rest_V.cumsum(0), u).clamp(max=SMALL_V - 1)
-    return Verdict(verdict.accepted_B, next_B)
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", PENALISED)
+def test_penalised_greedy_tokens_are_those_of_transformers(target, copy, tree, sampling):
+    """Top-k, top-p and min-p leave the most probable token what it is."""
+    prompts = prompts_of([9, 3, 17, 1])
+    truth = [generate(target, prompt, 24, repetition_penalty=sampling.repetition_penalty) for prompt in prompts]
+    unpenalised = [generate(target, prompt, 24) for prompt in prompts]
+    assert truth != unpenalised
+    for batch_size in (1, 3):
+        config = DecodeConfig(max_new_tokens=24, sampling=sampling, tree=tree, batch_size=batch_size, stop_ids=())
+        drafted = decode(target, drafted_by(copy), prompts, config)
+        assert [row.tokens for row in drafted] == truth
+        assert {r.accepted for row in drafted for r in row.rounds} == set(range(GAMMA + 1))
+        assert [row.tokens for row in decode(target, None, prompts, config)] == truth
 
 
-def residual_is_the_target(proposal, logits_BSV, sampling, generator):
-    """Draws from p instead of max(p - q, 0) after a rejection."""
-    verdict = verify_chain(proposal, logits_BSV, sampling, generator)
-    p_BV = probs(logits_BSV, sampling)[torch.arange(len(verdict.accepted_B)), verdict.accepted_B]
-    return Verdict(verdict.accepted_B, draw(p_BV, generator))
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_a_law_of_one_token_is_greedy_whatever_cuts_it(target, copy, tree):
+    """Top-k, top-p and min-p that leave one token make sampling at any temperature greedy, drafts included."""
+    prompts = prompts_of([9, 3, 17, 1, 6])
+    greedy = decode(target, drafted_by(copy), prompts, DecodeConfig(max_new_tokens=25, stop_ids=()))
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        sampling = Sampling(temperature=1.7, **cut)
+        config = DecodeConfig(max_new_tokens=25, sampling=sampling, tree=tree, batch_size=2, stop_ids=())
+        rows = decode(target, drafted_by(copy), prompts, config)
+        assert [row.tokens for row in rows] == [row.tokens for row in greedy]
+        if tree is None:
+            assert [row.rounds for row in rows] == [row.rounds for row in greedy]
 
 
-@pytest.mark.parametrize("bug", [first_draft_unverified, residual_not_normalised, residual_is_the_target])
-def test_chi_square_catches_planted_bugs(small, bug, monkeypatch):
-    monkeypatch.setattr(loop, "verify_chain", bug)
-    counts, _ = sample_counts(small)
-    p_value, _ = chi_square_p(counts, law_of(small[0]))
-    assert p_value < ALPHA, f"{bug.__name__} went unnoticed: p = {p_value:.2g}"
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_rows_may_fill_the_last_position(tree):
+    """Drafts and padding reach past it; the tokens that stand do not."""
+    target = tiny_target(max_position_embeddings=40)
+    prompts = prompts_of([28, 1, 11])
+    config = DecodeConfig(max_new_tokens=12, tree=tree, batch_size=2, stop_ids=())
+    rows = decode(target, drafted_by(target), prompts, config)
+    assert [row.tokens for row in rows] == [generate(target, prompt, 12) for prompt in prompts]
+    with pytest.raises(DataError, match="prompt 0: 28 tokens"):
+        decode(target, None, prompts, replace(config, max_new_tokens=13))
 
 
 def test_a_stale_cache_row_is_caught(target, copy, monkeypatch):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from drafters.decoding import metrics
-from drafters.decoding.loop import Round, RoundCost
+from drafters.decoding.records import Round, RoundCost
 
 
 def rounds_of(*accepted, proposed=3):
-    return [Round(proposed, a, a + 1, True) for a in accepted]
+    return [Round(proposed, a, a + 1, True, 10) for a in accepted]
 
 
-CUT = [Round(3, 3, 1, False), Round(1, 1, 2, False)]
+CUT = [Round(3, 3, 1, False, 10), Round(1, 1, 2, False, 10)]
 
 
 def test_acceptance_is_counted_on_full_rounds():
@@ -38,6 +38,18 @@ def test_rows_that_drafted_less_do_not_count_against_later_positions():
     assert metrics.conditional_acceptance(rounds, 3) == pytest.approx([1.0, 1 / 2, 0.0])
 
 
+def test_shorter_drafts_are_foretold_from_longer_ones_as_they_were():
+    """Of rounds that found nothing to draft, nothing more is gained: conditional acceptances would leave them out."""
+    rounds = [*rounds_of(3, 1, 0, 2), *rounds_of(0, 0, proposed=0), *rounds_of(1, proposed=1), *CUT]
+    assert [metrics.accepted_length(rounds, most) for most in range(4)] == pytest.approx([1, 11 / 7, 13 / 7, 14 / 7])
+    assert metrics.accepted_length(rounds, 3) == metrics.accepted_length(rounds)
+    assert metrics.expected_length(metrics.conditional_acceptance(rounds, 3)) > metrics.accepted_length(rounds)
+    same = rounds_of(3, 1, 0, 2)
+    for most in range(4):
+        expected = metrics.expected_length(metrics.conditional_acceptance(same, most))
+        assert metrics.accepted_length(same, most) == pytest.approx(expected)
+
+
 def test_positions_that_no_round_reached_are_nan_and_end_the_expectation():
     acceptances = metrics.conditional_acceptance(rounds_of(0, 0), 3)
     assert acceptances[0] == 0
@@ -51,13 +63,20 @@ def test_positions_that_no_round_reached_are_nan_and_end_the_expectation():
 def test_worked_example_of_the_cost_model():
     """Single step 20 ms, K = 8, drafting 8 x 1 ms, verify 30 ms, all accepted: 160 ms become 38 ms, 4.2x; with the
     bonus token 9 tokens and 4.74x."""
-    step, draft, verify = 0.020, 8 * 0.001, 0.030
-    assert 8 * step == pytest.approx(0.160)
-    assert draft + verify == pytest.approx(0.038)
-    assert metrics.expected_length([1.0] * 8) == 9
-    costs = metrics.Costs(step_s=step, draft_s={8: draft}, verify_s={8: verify}, overhead_s={8: 0.0})
-    assert 8 * costs.step_s / costs.round_s(8) == pytest.approx(4.21, abs=0.005)
-    assert costs.speedup(8, [1.0] * 8) == pytest.approx(4.74, abs=0.005)
+    rounds = [RoundCost(1, 8, 8 * 0.001, 0.030, 0.0)] * 3
+    costs = metrics.costs_from(rounds, [RoundCost(1, 0, 0.0, 0.020, 0.0)] * 5)
+    accepted = metrics.conditional_acceptance(rounds_of(8, 8, 8, proposed=8), 8)
+    assert accepted == [1.0] * 8
+    assert metrics.expected_length(accepted) == 9
+    assert 8 * costs.step_s == pytest.approx(0.160)
+    assert costs.round_s(8) == pytest.approx(0.038)
+    assert costs.speedup(8, 8) == pytest.approx(4.21, abs=0.005)
+    assert costs.speedup(8, metrics.expected_length(accepted)) == pytest.approx(4.74, abs=0.005)
+
+
+def test_the_loop_s_own_time_counts_on_both_sides():
+    costs = metrics.costs_from([RoundCost(1, 2, 0.1, 1.0, 0.4)], [RoundCost(1, 0, 0.0, 0.8, 0.2)])
+    assert costs.speedup(2, 3.0) == pytest.approx(1.0 * 3.0 / 1.5)
 
 
 def test_bootstrap_covers_the_truth_about_as_often_as_it_says():
@@ -81,6 +100,91 @@ def test_bootstrap_is_seeded_by_prompt_and_knows_its_edges():
     assert all(math.isnan(bound) for bound in metrics.bootstrap_ci([], seed=0))
 
 
+def naive_interval(prompts, statistic, *, seed, num_resamples=2000):
+    """Resample whole prompts by hand; numbers 2.5 % from either end, interpolated."""
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for row in torch.randint(len(prompts), (num_resamples, len(prompts)), generator=generator).tolist():
+        value = statistic([prompts[i] for i in row])
+        values += [] if math.isnan(value) else [value]
+    values.sort()
+
+    def at(share):
+        place = share * (len(values) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(values) - 1)
+        return values[low] + (values[high] - values[low]) * (place - low)
+
+    return at(0.025), at(0.975)
+
+
+PROMPTS = [
+    [*rounds_of(0, 1, 3), *CUT],
+    rounds_of(3, 3, 2, 3, 3),
+    rounds_of(0, 0),
+    [*rounds_of(1, proposed=1), *rounds_of(2, 1)],
+    rounds_of(3),
+]
+
+
+def test_intervals_equal_those_of_resampling_by_hand():
+    def length(prompts):
+        return metrics.accepted_length(r for rounds in prompts for r in rounds)
+
+    found = metrics.accepted_length_ci([*PROMPTS, CUT, []], seed=4)
+    assert found == pytest.approx(naive_interval(PROMPTS, length, seed=4))
+    assert found[0] < length(PROMPTS) < found[1]
+    assert found != metrics.accepted_length_ci(PROMPTS, seed=5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_intervals_by_position_resample_the_prompts_that_came_so_far(k):
+    def acceptance(prompts):
+        return metrics.conditional_acceptance([r for rounds in prompts for r in rounds], k)[-1]
+
+    reached = [rounds for rounds in PROMPTS if not math.isnan(acceptance([rounds]))]
+    found = metrics.conditional_acceptance_ci(PROMPTS, 3, seed=4)[k - 1]
+    assert found == pytest.approx(naive_interval(reached, acceptance, seed=4))
+    assert found[0] <= acceptance(PROMPTS) <= found[1]
+
+
+def test_positions_that_no_round_reached_have_no_interval():
+    intervals = metrics.conditional_acceptance_ci([rounds_of(0, 0), rounds_of(0)], 3, seed=0)
+    assert intervals[0] == (0.0, 0.0)
+    assert all(math.isnan(bound) for interval in intervals[1:] for bound in interval)
+
+
+def test_the_interval_of_the_speed_up_resamples_both_loops_of_a_unit_together():
+    units = [(30.0, 1.0, 30.0, 2.0), (40.0, 2.5, 40.0, 2.6), (10.0, 0.4, 12.0, 1.4), (50.0, 2.0, 50.0, 3.0)]
+
+    def speedup(units):
+        drafted, drafted_s, plain, plain_s = map(sum, zip(*units, strict=True))
+        return (drafted / drafted_s) / (plain / plain_s)
+
+    found = metrics.speedup_ci(units, seed=2)
+    assert found == pytest.approx(naive_interval(units, speedup, seed=2))
+    assert found[0] < speedup(units) < found[1]
+    # A machine that is twice as slow for one unit is so for both loops: the interval does not see it.
+    slow = [(n, t * (1 + i), m, u * (1 + i)) for i, (n, t, m, u) in enumerate([(30.0, 1.0, 30.0, 2.0)] * 4)]
+    assert metrics.speedup_ci(slow, seed=2) == pytest.approx((2.0, 2.0))
+    assert all(math.isnan(bound) for bound in metrics.speedup_ci([], seed=0))
+    assert all(math.isnan(bound) for bound in metrics.speedup_ci([(0.0, 0.0, 0.0, 0.0)], seed=0))
+
+
+def test_context_buckets_cover_every_length_once():
+    buckets = [metrics.context_bucket(n) for n in range(5000)]
+    assert all(low <= n <= high for n, (low, high) in enumerate(buckets))
+    assert list(dict.fromkeys(buckets)) == [
+        (0, 127),
+        (128, 255),
+        (256, 511),
+        (512, 1023),
+        (1024, 2047),
+        (2048, 4095),
+        (4096, 8191),
+    ]
+
+
 def test_costs_are_medians_of_the_fullest_batches():
     rounds = [RoundCost(2, 1, d, 10.0, 1.0) for d in (1.0, 2.0, 90.0)]
     rounds += [RoundCost(1, 1, 0.1, 5.0, 0.1), RoundCost(2, 3, 4.0, 14.0, 1.0)]
@@ -93,14 +197,25 @@ def test_costs_are_medians_of_the_fullest_batches():
 
 @pytest.mark.parametrize(
     ("acceptances", "verify_of_a_token", "best"),
-    [([0.9, 0.9, 0.9], 0.01, 3), ([0.9, 0.1, 0.1], 0.3, 1), ([0.8, 0.8, 0.0], 0.05, 2), ([0.0, 0.0, 0.0], 0.5, 1)],
+    [
+        ([0.9, 0.9, 0.9], 0.01, 3),
+        ([0.9, 0.1, 0.1], 0.3, 1),
+        ([0.8, 0.8, 0.0], 0.05, 2),
+        ([0.0, 0.0, 0.0], 0.5, 1),
+        ([0.0, 0.0, 0.0], 0.0, 1),
+    ],
 )
 def test_choose_length_weighs_acceptance_against_cost(acceptances, verify_of_a_token, best):
-    lengths = (1, 2, 3)
+    lengths = (3, 1, 2, 0)
     costs = metrics.Costs(
         step_s=1.0,
         draft_s=dict.fromkeys(lengths, 0.1),
         verify_s={k: 1 + verify_of_a_token * k for k in lengths},
         overhead_s=dict.fromkeys(lengths, 0.0),
     )
-    assert metrics.choose_length(costs, acceptances) == best
+    taus = {k: metrics.expected_length(acceptances[:k]) for k in lengths}
+    naive = max(sorted(set(lengths) - {0}), key=lambda k: taus[k] / (0.1 + 1 + verify_of_a_token * k))
+    assert metrics.choose_length(costs, taus) == naive == best
+    # What was not foretold, or not timed, cannot be chosen.
+    assert metrics.choose_length(costs, {1: 1.0}) == 1
+    assert metrics.choose_length(costs, {**taus, 9: 99.0}) == best

@@ -12,9 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 # Commands of the shell and of pip, which are not ours to test.
-FOREIGN = {"pip", "python3", "source"}
+FOREIGN = {"pip", "python3", "source", "torchrun"}
 # Files that only a user or a run can bring.
-BROUGHT = re.compile(r"^(outputs/|~|\.venv|\.hydra/|checkpoints/|drafter/|report\.|config\.json|model\.safetensors)")
+BROUGHT = re.compile(
+    r"^(outputs/|evaluate/|~|\.venv|\.hydra/|checkpoints/|drafter/|report\.|config\.json|model\.safetensors)"
+)
 
 
 def blocks(text: str) -> list[list[str]]:
@@ -25,9 +27,16 @@ def blocks(text: str) -> list[list[str]]:
 
 
 def doors() -> list[list[str]]:
-    """Arguments after `python` of every command that opens a door of ours."""
+    """Arguments after `python`, or after the options of torchrun, of every command that opens a door of ours."""
     commands = (shlex.split(line) for block in blocks(README) for line in block)
-    return [words[1:] for words in commands if words[0] == "python"]
+    found = []
+    for words in commands:
+        if words[0] == "torchrun":
+            words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) - 1 :]
+        elif words[0] != "python":
+            continue
+        found.append(words[1:])
+    return found
 
 
 def compose(arguments: list[str]) -> str:

@@ -1,5 +1,6 @@
 # The target answers prompts itself: killed anywhere, the same command ends with the same bytes.
 
+import fcntl
 import gzip
 import hashlib
 import json
@@ -14,7 +15,7 @@ import datasets
 import pytest
 import torch
 
-from data.regenerate import RegenerateConfig, _key, read_prompts, regenerate, run
+from data.regenerate import RegenerateConfig, _key, claim, read_prompts, regenerate, run
 from data.sources import SourceConfig, load_conversations
 from drafters.chat import ChatEncoder
 from drafters.decoding import loop
@@ -226,12 +227,14 @@ def test_prompts_are_read_with_an_id_each(tmp_path):
     ("text", "message"),
     [
         ("", "is empty"),
-        ('{"turns": ["a"]}\n{torn', "line 2 is not JSON"),
+        ('{"turns": ["a"]}\n{torn', r"^prompts: .*p\.jsonl' line 2: malformed JSON"),
+        ('{"turns": ' + "[" * 10**5, r"^prompts: .*p\.jsonl' line 1: its JSON is nested too deep"),
         ('{"text": "a"}', r"prompts: no messages in .*p\.jsonl line 1: its columns are text; accepted: (?!.*source)"),
         ('{"turns": []}', "1 rows: no messages"),
         ('{"turns": ["a", ""]}', "1 rows: no user message, or an empty one"),
         ('{"turns": "a"}', "line 1: `turns` should be a list"),
-        ("[1]", "line 1: expected a JSON object, got list"),
+        ("[1]", "element 1: expected a JSON object, got int"),
+        ('{"turns": ["a"]}\n[1]', "line 2: expected a JSON object, got list"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, text, message):
@@ -291,6 +294,69 @@ def door(tmp_path):
     own = [f"target.weights={tmp_path}/target", "target.sha256=null", "target.dtype=float32", "target.mask_token=1"]
     own += [f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/out.jsonl", "max_new_tokens=8", "device=cpu"]
     return lambda *more: run(settings("regenerate", *own, *more))
+
+
+def test_values_are_read_as_they_stand(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["2024-01-01"], "note": "2024-01-01"}\n{"turns": ["x"], "note": {"a": [1, "b"]}}\n')
+    assert [(row["turns"], row["note"]) for row in read_prompts(path, limit=None)] == [
+        (["2024-01-01"], "2024-01-01"),
+        (["x"], {"a": [1, "b"]}),
+    ]
+
+
+def test_a_second_process_on_one_file_is_refused(door, tmp_path, monkeypatch):
+    def load(*args, **settings):
+        raise AssertionError("the target was loaded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("drafters.door.load_target", load)
+        with claim(tmp_path / "out.jsonl"):
+            command = [sys.executable, "-m", "data.regenerate", f"out={tmp_path}/out.jsonl"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"error: out: another process is writing {tmp_path}/out.jsonl; wait for it")
+            assert done.stderr.count("\n") == 1
+            with pytest.raises(DataError, match="another process is writing"):
+                door()
+            # Another file of the same folder is free.
+            with claim(tmp_path / "other.jsonl"):
+                pass
+    assert not list(tmp_path.glob("*.part"))
+    door()
+    assert (tmp_path / "out.jsonl").exists()
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_file_that_was_finished_meanwhile_is_not_claimed(tmp_path, monkeypatch):
+    """The other process ends between our opening of its unfinished file and our lock on it."""
+    out, real = tmp_path / "out.jsonl", fcntl.flock
+
+    def flock(stream, flags):
+        (tmp_path / "out.jsonl.part").unlink()
+        real(stream, flags)
+
+    monkeypatch.setattr("data.regenerate.fcntl.flock", flock)
+    with pytest.raises(DataError, match="another process is writing"), claim(out):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("p.jsonl/out.jsonl", "^out: cannot write .*; choose"), ("folder.jsonl", "^out: .* is a folder")],
+)
+def test_places_that_cannot_be_written_are_named_before_the_target_is_loaded(
+    door, tmp_path, monkeypatch, place, message
+):
+    (tmp_path / "folder.jsonl").mkdir()
+    monkeypatch.setattr("drafters.door.load_target", lambda *args, **settings: pytest.fail("the target was loaded"))
+    with pytest.raises(DataError, match=message):
+        door(f"out={tmp_path}/{place}", "overwrite=true")
+
+
+def test_top_p_is_said_to_be_ignored_at_temperature_0(door):
+    with pytest.warns(UserWarning, match=r"top_p: 0\.9 is ignored at temperature 0"):
+        door("temperature=0", "top_p=0.9", "limit=1")
 
 
 def test_a_finished_file_is_not_replaced_unasked(door, tmp_path):

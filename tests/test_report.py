@@ -1,239 +1,185 @@
-# A whole measurement on tiny models: every key is there, numbers agree with each other, files can be read back.
+# Reports as files and as tables: what is written reads back, what is foreign is refused, every table fits its place.
 
 import importlib.util
 import io
 import json
-import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from drafters.decoding.dispatch import dispatch_share
-from drafters.decoding.divergence import first_difference, logit_margin
-from drafters.decoding.measure import MeasureConfig, _batches, measure
-from drafters.decoding.report import Report, draw_acceptance, render, to_markdown
-from drafters.errors import ConfigError, DataError
-from drafters.types import Needs, Sampling
-from tests.copy_drafter import CopyDrafter, sharp_target
+from drafters.decoding.render import number, ranged, render, sampling_text, scaled, shorten, to_markdown
+from drafters.decoding.report import CONTRACT_KEYS, Report
+from drafters.errors import DataError
+from tests.report_cases import LONG, NAN, case, cost, odd_cases, same, unmeasured
 
 ROOT = Path(__file__).resolve().parent.parent
-GAMMA = 3
-CONTRACT = {
-    "schema",
-    "accepted_length",
-    "accepted_length_ci95",
-    "acceptance_by_position",
-    "rounds",
-    "tokens",
-    "draft_length",
-    "accepted_length_at_draft_length",
-    "tokens_per_second",
-    "baseline_tokens_per_second",
-    "speedup",
-    "draft_ms",
-    "verify_ms",
-    "baseline_step_ms",
-    "predicted_speedup",
-    "temperature",
-    "batch_size",
-    "by_source",
-    "divergences",
-    "provenance",
-}
+CASES = odd_cases()
 
 
-@pytest.fixture(scope="module")
-def target():
-    return sharp_target(vocab_size=64, scale=30)
-
-
-@pytest.fixture(scope="module")
-def drafter():
-    return CopyDrafter(sharp_target(vocab_size=64, scale=30, noise=0.3), block_size=GAMMA)
-
-
-def prompts_of(num):
-    generator = torch.Generator().manual_seed(3)
-    return [
-        ("maths" if i < num - 2 else "chat", torch.randint(3, 64, (4 + i,), generator=generator)) for i in range(num)
-    ]
-
-
-CONFIG = MeasureConfig(max_new_tokens=24, stop_ids=(), profile_rounds=4)
-
-
-@pytest.fixture(scope="module")
-def report(target, drafter):
-    return measure(target, drafter, prompts_of(6), CONFIG, provenance={"command": "evaluate.py"})
-
-
-def test_the_report_holds_the_contract_and_agrees_with_itself(report):
-    values = report.to_dict()
-    assert set(values) >= CONTRACT
-    assert report.schema == 1
-    assert report.accepted_length == pytest.approx(report.tokens / report.rounds)
-    low, high = report.accepted_length_ci95
-    assert 1 <= low < report.accepted_length < high <= GAMMA + 1
-    assert len(report.acceptance_by_position) == GAMMA
-    assert sum(report.accepted_histogram) == report.rounds
-    assert 1 <= report.draft_length <= GAMMA
-    assert report.speedup == pytest.approx(report.tokens_per_second / report.baseline_tokens_per_second)
-    best = max(report.costs, key=lambda cost: cost.predicted_speedup)
-    assert (report.draft_length, report.predicted_speedup) == (best.length, best.predicted_speedup)
-    assert report.divergences == {"prompts": 0, "compared": 6, "first": []}
-    assert 0 < report.dispatch_share < 1
-    assert report.provenance["command"] == "evaluate.py"
-    assert {"drafters", "python", "torch", "transformers"} == set(report.provenance["versions"])
-
-
-def test_sources_add_up(report):
-    parts = report.by_source
-    assert {name: part.prompts for name, part in parts.items()} == {"maths": 4, "chat": 2}
-    assert sum(part.rounds for part in parts.values()) == report.rounds
-    assert sum(part.tokens for part in parts.values()) == report.tokens
-
-
-def test_acceptance_repeats_and_does_not_depend_on_the_batch(target, drafter, report):
-    again = measure(target, drafter, prompts_of(6), replace(CONFIG, batch_size=2, length=2))
-    assert again.draft_length == 2
-    assert again.accepted_histogram == report.accepted_histogram
-    assert again.accepted_length == report.accepted_length
-
-
-def test_sampled_measurements_are_seeded_and_claim_no_divergences(target, drafter):
-    sampling = Sampling(temperature=1.0, top_p=0.95)
-    config = replace(CONFIG, sampling=sampling, num_speed_prompts=1, profile_rounds=1)
-    first, second = (measure(target, drafter, prompts_of(3), config) for _ in range(2))
-    assert first.divergences is None
-    assert first.accepted_histogram == second.accepted_histogram
-    assert (first.temperature, first.top_p) == (1.0, 0.95)
-    other = measure(target, drafter, prompts_of(3), replace(config, seed=1))
-    assert other.accepted_histogram != first.accepted_histogram
-
-
-def test_progress_tells_the_running_accepted_length(target, drafter):
-    seen = []
-    report = measure(target, drafter, prompts_of(3), CONFIG, progress=lambda *told: seen.append(told))
-    phases = [told[0] for told in seen]
-    assert phases == sorted(phases, key=["acceptance", "costs", "speed"].index)
-    last = [told for told in seen if told[0] == "acceptance"][-1]
-    assert last == ("acceptance", 3, 3, pytest.approx(report.accepted_length))
-
-
-def test_saved_reports_read_back(report, tmp_path):
-    report.save(tmp_path)
-    assert Report.load(tmp_path / "report.json") == report
-    assert (tmp_path / "acceptance.png").stat().st_size > 10_000
-    text = (tmp_path / "report.md").read_text()
-    for needle in ("accepted length", "| chat | 2 |", "acceptance.png", '"command": "evaluate.py"'):
-        assert needle in text
-    console = Console(width=80, file=io.StringIO())
+def shown(report, width=80):
+    console = Console(width=width, file=io.StringIO())
     console.print(render(report))
-    summary = console.file.getvalue().split("Acceptance by")[0].splitlines()
-    assert f"{report.speedup:.2f}x" in "".join(summary)
-    assert "6, first turn only" in "".join(summary)
-    # The title, two rules, and no row of the eleven on two lines.
-    assert len(summary) == 14
+    return console.file.getvalue()
 
 
-def test_numbers_that_nobody_measured_are_null(report, tmp_path):
-    holes = replace(report, acceptance_by_position=[0.0, math.nan, math.nan], predicted_speedup=math.nan)
-    holes.save(tmp_path)
-    values = json.loads((tmp_path / "report.json").read_text())
-    assert values["acceptance_by_position"] == [0.0, None, None]
-    assert math.isnan(Report.load(tmp_path / "report.json").predicted_speedup)
-    page = to_markdown(holes)
-    assert "| nan" not in page
-    assert "| when all before stood | 0.00 | - | - |" in page
-    assert "(predicted -)" in page
-    draw_acceptance(holes)
+def cells(text, first):
+    """The columns of the row that begins with `first`."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{first}  ")]
+    return line.split()
 
 
-def test_foreign_and_damaged_reports_are_refused(report, tmp_path):
+def test_the_report_holds_what_it_promises():
+    assert {field.name for field in fields(Report)} >= CONTRACT_KEYS
+    assert case().schema == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_reports_read_back(name, tmp_path):
+    report = CASES[name]
+    report.save(tmp_path)
+    assert same(Report.load(tmp_path / "report.json"), report)
+    names = {"acceptance.png", "report.json", "report.md", "speed.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_the_page_shows_the_tables_the_pictures_that_are_there_and_where_it_comes_from(tmp_path):
+    (tmp_path / "training.png").write_bytes(b"")
+    report = replace(case(), by_source={"a|b": next(iter(case().by_source.values()))})
+    report.save(tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    for needle in ("| accepted length (bonus included) | 3.26 [3.11, 3.41] of 5 at most |", '"command": "evaluate.py"'):
+        assert needle in page
+    assert [line.partition("](")[2] for line in page.splitlines() if line.startswith("![")] == [
+        "acceptance.png)",
+        "speed.png)",
+        "training.png)",
+    ]
+    assert "training.png" not in to_markdown(report, folder=tmp_path / "elsewhere")
+    # Every row of a table has the columns of its header, also where a name holds a bar.
+    for table in page.split("## ")[1:5]:
+        bars = {line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}
+        assert len(bars) == 1, table
+
+
+def test_numbers_that_nobody_measured_are_null_and_shown_as_dashes(tmp_path):
+    report = unmeasured(case())
+    values = report.to_dict()
+    json.dumps(values, allow_nan=False)
+    assert values["acceptance_by_position"] == [0.0, None, None, None]
+    assert values["acceptance_by_position_ci95"][1] == [None, None]
+    assert values["prediction"]["speedup"] is None
+    for text in (shown(report), to_markdown(report, folder=tmp_path)):
+        assert not re.search(r"\bnan\b", text)
+    assert "| 2 | - | 0.00 |" in to_markdown(report, folder=tmp_path)
+
+
+def test_reports_of_an_earlier_version_are_refused(tmp_path):
     path = tmp_path / "report.json"
-    path.write_text("{")
-    with pytest.raises(DataError, match="report"):
-        Report.load(path)
-    with pytest.raises(DataError, match="missing"):
-        Report.load(tmp_path / "missing.json")
-    for damaged in ([1], {**report.to_dict(), "costs": None}, {**report.to_dict(), "accepted_length_ci95": None}):
-        path.write_text(json.dumps(damaged))
-        with pytest.raises(DataError, match=r"report .*report\.json: .*run the evaluation again"):
-            Report.load(path)
-    path.write_text(json.dumps({**report.to_dict(), "schema": 99}))
-    with pytest.raises(DataError, match="schema 99"):
-        Report.load(path)
+    old = {key: value for key, value in case().to_dict().items() if key != "by_turn"} | {"schema": 1}
+    path.write_text(json.dumps(old))
+    for read in (lambda: Report.from_dict(old), lambda: Report.load(path)):
+        with pytest.raises(DataError, match=r"schema 1 is written by an earlier version.*run the evaluation again"):
+            read()
+    with pytest.raises(DataError, match="schema 99 is not known here; accepted: schema 2"):
+        Report.from_dict({**old, "schema": 99})
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "key"),
+    ("change", "said"),
     [
-        ({"length": "best"}, ConfigError, "length"),
-        ({"length": GAMMA + 1}, ConfigError, "length"),
-        ({"length": 0}, ConfigError, "length"),
-        ({"profile_rounds": 0}, ConfigError, "profile_rounds"),
-        ({"batch_size": 0}, ConfigError, "batch_size"),
-        ({"max_new_tokens": 2}, ConfigError, "max_new_tokens: got 2; accepted: 5 or more"),
+        ({"costs": None}, "report.costs: got null; accepted: a list"),
+        ({"accepted_length_ci95": None}, "report.accepted_length_ci95: got null; accepted: a list of 2"),
+        ({"accepted_length_ci95": [1, 2, 3]}, "accepted: a list of 2"),
+        ({"acceptance_by_position": ["high"]}, 'report.acceptance_by_position.0: got "high"; accepted: a number'),
+        ({"prompts": 2.5}, "report.prompts: got 2.5; accepted: int"),
+        ({"by_source": {"maths": {"prompts": 1}}}, "report.by_source.maths: missing or unknown fields"),
+        ({"colour": "red"}, r"missing or unknown fields \['colour'\]"),
     ],
 )
-def test_bad_settings_are_named(target, drafter, changes, error, key):
-    with pytest.raises(error, match=key):
-        measure(target, drafter, prompts_of(3), replace(CONFIG, **changes))
+def test_damaged_reports_are_refused_by_the_name_of_the_value(change, said, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**case().to_dict(), **change}))
+    with pytest.raises(DataError, match=rf"report\.json: .*{said}.*; run the evaluation again"):
+        Report.load(path)
 
 
-def test_no_prompts_is_an_error(target, drafter):
-    with pytest.raises(DataError, match="prompts"):
-        measure(target, drafter, [], CONFIG)
+def test_files_that_are_no_reports_are_refused(tmp_path):
+    path = tmp_path / "report.json"
+    with pytest.raises(DataError, match=r"report\.json.*run the evaluation again"):
+        Report.load(path)
+    for text in ("{", "[1]", "null"):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"report\.json.*run the evaluation again"):
+            Report.load(path)
 
 
-def test_batches_hold_one_source_and_take_turns():
-    batches = _batches(prompts_of(7), 2)
-    assert [(b.source, b.start, len(b.prompts)) for b in batches] == [
-        ("maths", 0, 2),
-        ("chat", 2, 2),
-        ("maths", 4, 2),
-        ("maths", 6, 1),
-    ]
+@pytest.mark.parametrize("name", CASES)
+def test_no_row_is_cut_or_wrapped_at_80_columns(name):
+    narrow, wide = shown(CASES[name]), shown(CASES[name], 200)
+    # A terminal that is wider shows the same lines: nothing had to give way.
+    assert [line.rstrip() for line in narrow.splitlines()] == [line.rstrip() for line in wide.splitlines()]
+    assert max(map(len, wide.splitlines())) <= 80
 
 
-def test_first_difference_and_margin(target):
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-    prompt = prompts_of(1)[0][1]
-    text = torch.cat([prompt, torch.tensor([7, 8])])
-    last = target.states(text[None], needs=Needs(last=True)).last_BTD[0, -1:]
-    best = target.head.logits(last)[0].sort(descending=True).values
-    assert logit_margin(target, prompt, [7, 8]) == pytest.approx(float(best[0] - best[1]), rel=1e-4)
+def test_long_names_are_shortened_in_the_terminal_and_whole_on_the_page(tmp_path):
+    report = CASES["12 sources, block 16"]
+    assert f"{LONG}-11" not in shown(report)
+    assert f"| {LONG}-11 | " in to_markdown(report, folder=tmp_path)
+    assert shorten("abcdefghij", 5) == "ab…ij"
+    assert shorten("abcde", 5) == "abcde"
 
 
-def test_divergences_are_found(target, drafter, monkeypatch):
-    """A loop that changes one drafted text must show in the report, with its place and margin."""
-    from drafters.decoding import measure as module
-
-    honest = module.decode
-
-    def lying(target, drafter, prompts, config, **rest):
-        rows = honest(target, drafter, prompts, config, **rest)
-        if drafter is not None and len(prompts[0]) == 5:
-            rows[0].tokens[4] = 63 - rows[0].tokens[4]
-        return rows
-
-    monkeypatch.setattr(module, "decode", lying)
-    found = measure(target, drafter, prompts_of(3), CONFIG).divergences
-    assert (found["prompts"], found["compared"]) == (1, 3)
-    assert (found["first"][0]["prompt"], found["first"][0]["position"]) == (1, 4)
-    assert found["first"][0]["logit_margin"] > 0
+def test_the_settings_that_act_are_named_and_no_others():
+    assert sampling_text(case(top_k=50, top_p=0.9, min_p=0.1)) == "greedy (temperature 0)"
+    assert sampling_text(case(repetition_penalty=1.1)) == "greedy (temperature 0), repetition penalty 1.1"
+    assert sampling_text(case(temperature=0.7)) == "temperature 0.7"
+    assert sampling_text(CASES["12 sources, block 16"]) == (
+        "temperature 0.75, top-k 50, top-p 0.95, min-p 0.05, repetition penalty 1.15"
+    )
 
 
-def test_dispatch_share_falls_when_the_arithmetic_grows():
-    small = sharp_target(vocab_size=64, scale=1)
-    large = sharp_target(vocab_size=64, scale=1, hidden_size=512, intermediate_size=2048)
-    prompt = torch.arange(3, 9)
-    assert dispatch_share(small, prompt) > dispatch_share(large, prompt) + 0.1
+def test_the_summary_says_what_was_foretold_and_where_texts_part():
+    text = shown(CASES["turns and contexts"])
+    assert "1.58x, error -1.3 %" in text
+    assert "in 2 of 20, median margin 0.025" in text
+    assert "in none of 20" in shown(case())
+    assert "text differs" not in shown(case(divergences=None))
+    assert "a tree of 5, 2 deep" in shown(CASES["tree"])
+
+
+def test_turns_and_contexts_are_shown_where_there_are_several():
+    assert "By turn" in shown(CASES["turns and contexts"])
+    assert cells(shown(CASES["turns and contexts"]), "256-1023")[1:] == ["10", "400", "2.50", "[2.40,", "2.60]", "0.80"]
+    assert "By turn" not in shown(case())
+    assert "By context" not in shown(case())
+
+
+def test_the_worked_example_stands_in_the_table_as_users_know_it():
+    """A single step 20 ms, K = 8, drafting 8 x 1 ms, verify 30 ms, all accepted: 160 ms of single steps become 38 ms,
+    4.21x counting the drafts, 4.74x with the bonus token."""
+    row = cost(8, step=20.0, draft=1.0, verify=30.0, loop=0.0, tokens=9.0)
+    text = shown(case(block_size=8, first=1.0, draft_length=8, costs=[row]))
+    table = text.partition("What a round costs")[2].partition("By source")[0]
+    assert cells(table, "8") == ["8", "160.0", "8.0", "30.0", "0.0", "38.0", "9.00", "180.0", "4.74x"]
+    note = " ".join(table.split())
+    assert "9 x 20.0 / 38.0 = 4.74x with the bonus token, 8 x 20.0 / 38.0 = 4.21x without it" in note
+
+
+def test_trees_have_no_single_steps_to_compare_with():
+    _, _, table = shown(CASES["tree"]).partition("What a round costs")
+    assert cells(table, "5")[:3] == ["5", "-", "5.0"]
+    assert "were every draft accepted" not in table
+
+
+def test_formats_of_numbers():
+    assert (number(NAN, ".1f", " ms"), number(2.0, ".1f", " ms")) == ("-", "2.0 ms")
+    assert ranged(1.5, (1.25, 1.75), "x") == "1.50x [1.25, 1.75]"
+    assert ranged(1.5, (NAN, NAN)) == "1.50"
+    assert [scaled(n) for n in (0, 999, 11_500_000, 7e9)] == ["0", "999", "11.5 M", "7.0 B"]
+    assert [scaled(n, "B") for n in (0, 23_000_000, 7e9)] == ["0 B", "23.0 MB", "7.0 GB"]
 
 
 @pytest.fixture(scope="module")
@@ -245,16 +191,18 @@ def check_report():
     return module
 
 
-def test_the_check_of_ci_passes_a_good_report_and_names_nulls(report, check_report, tmp_path, capsys):
-    report.save(tmp_path)
+def test_the_check_of_ci_passes_a_good_report_and_names_nulls(check_report, tmp_path, capsys):
+    case().save(tmp_path)
     path = tmp_path / "report.json"
-    assert check_report.KEYS == CONTRACT
     assert check_report.main(path) == 0
-    nulls = dict.fromkeys((*check_report.POSITIVE, "accepted_length", "acceptance_by_position"))
-    path.write_text(json.dumps({**report.to_dict(), **nulls}))
+    floats = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "baseline_step_ms", "accepted_length")
+    assert set(floats) - {"accepted_length"} < set(check_report.POSITIVE)
+    bad = {**dict.fromkeys(floats), "rounds": 0, "acceptance_by_position": []}
+    path.write_text(json.dumps({**case().to_dict(), **bad}))
+    capsys.readouterr()
     assert check_report.main(path) == 1
-    said = capsys.readouterr().out
-    for key in nulls:
-        assert f"\n{key} " in said
+    said = capsys.readouterr().out.splitlines()
+    for key in bad:
+        assert any(line.startswith(f"{key} ") for line in said), key
     path.write_text("{")
     assert check_report.main(path) == 1

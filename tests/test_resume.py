@@ -246,7 +246,7 @@ def test_without_validation_the_drafter_is_there_before_the_last_checkpoint(tmp_
         save(self, trainer, module)
 
     monkeypatch.setattr(LastCheckpoint, "save", spy)
-    with pytest.warns(UserWarning, match="no validation ran"):
+    with pytest.warns(UserWarning, match="no validation gave a finite"):
         train(tmp_path, val_batches=0)
     assert found == [(3, False), (6, False), (9, False), (12, False), (STEPS, True)]
 

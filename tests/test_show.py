@@ -43,6 +43,15 @@ def test_supervised_tokens_stand_out(files, capsys):
     assert "not used: conversation 'chats:2' of source 'chats': it has no assistant message" in out
 
 
+def test_ids_are_printed_as_they_are(files, tmp_path, capsys):
+    names = ["[bold]one[/bold]", "[/nothing]", "[link=x]"]
+    rows = "".join(json.dumps({"id": name, **ROWS[0]}) + "\n" for name in names)
+    (tmp_path / "chats.jsonl").write_text(rows)
+    show(composed(*files, "n=3"))
+    out = capsys.readouterr().out
+    assert all(f" {name} (chats) " in out for name in names)
+
+
 def test_n_conversations_are_shown(files, capsys):
     show(composed(*files, "n=1"))
     assert "chats:2" not in capsys.readouterr().out

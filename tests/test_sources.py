@@ -6,10 +6,12 @@ import json
 import datasets
 import pytest
 
-from data.sources import SourceConfig, load_conversations, load_splits, prompts, split_conversations
-from drafters.config import build_config
+from data.sources import DataConfig, SourceConfig, load_conversations, load_splits, split_conversations
+from drafters.chat import ChatEncoder, encode_all
+from drafters.config import build_config, typed
 from drafters.errors import ConfigError, DataError
 from drafters.types import Conversation, Message
+from tests.tiny_chat import tiny_tokenizer
 
 ROWS = {
     "messages": {
@@ -47,6 +49,10 @@ WRITERS = {
     "a.parquet": lambda rows, path: datasets.Dataset.from_list(rows).to_parquet(path),
     "a.arrow": lambda rows, path: write_arrow(rows, path),
 }
+
+
+DAMAGED = bytearray(gzip.compress(b'{"turns": ["a"]}\n' * 9, mtime=0))
+DAMAGED[10] = 0xFF  # no block of gzip's begins so
 
 
 def write_arrow(rows, path):
@@ -105,20 +111,6 @@ def test_roles_have_one_spelling(tmp_path):
     assert [m.role for m in conversation.messages] == ["developer", "user", "assistant", "tool", "assistant"]
 
 
-def test_prompts_of_turns_files(tmp_path):
-    files = [
-        jsonl(tmp_path / "gsm8k.jsonl", [{"turns": ["one", "two"]}, {"turns": ["three"]}]),
-        jsonl(tmp_path / "mt-bench.jsonl", [{"turns": ["four"]}]),
-    ]
-    conversations = load(files)
-    assert {m.role for c in conversations for m in c.messages} == {"user"}
-    found = [(source, [message.content for message in messages]) for source, messages in prompts(conversations)]
-    assert found == [("gsm8k", ["one"]), ("gsm8k", ["three"]), ("mt-bench", ["four"])]
-    assert prompts([Conversation(id="c", messages=EXPECTED, source="a")]) == [("a", EXPECTED[:2])]
-    with pytest.raises(DataError, match="no user message"):
-        prompts([Conversation(id="c", messages=EXPECTED[2:])])
-
-
 def test_source_names(tmp_path):
     path = jsonl(tmp_path / "a.b.jsonl", pairs(1, category="maths", source="web"))
     assert load(path)[0].source == "a"
@@ -130,7 +122,7 @@ def test_columns_can_be_renamed(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"question": "Sky?", "answer": "Blue."}])
     (conversation,) = load(path, columns={"prompt": "question", "response": "answer"})
     assert [m.content for m in conversation.messages] == ["Sky?", "Blue."]
-    with pytest.raises(DataError, match=r"source.columns.prompt: .*a.jsonl' has no column 'q'.*answer, question"):
+    with pytest.raises(DataError, match=r"source.columns.prompt: .*a.jsonl' row 1 has no column 'q'.*answer, question"):
         load(path, columns={"prompt": "q"})
 
 
@@ -182,8 +174,20 @@ def test_the_split_column_decides(tmp_path):
     assert [c.id for c in load(path, split="validation")] == ["a:4", "a:5"]
     with pytest.raises(DataError, match="no training conversations; the `split` column holds: test"):
         load_splits(SourceConfig(path=path, split="test"), validation=0.5, seed=0)
-    with pytest.raises(DataError, match="no column 'split' to select by"):
-        load(jsonl(tmp_path / "b.jsonl", pairs(3)), split="validation")
+
+
+def test_a_file_without_a_split_column_is_taken_as_the_split_asked_for(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [*pairs(2), *pairs(1, split="train"), *pairs(1, split="test")])
+    with pytest.warns(UserWarning, match="a.jsonl': 2 rows have no column `split` and are taken as split 'test'"):
+        assert [c.id for c in load(path, split="test")] == ["a:1", "a:2", "a:4"]
+
+
+def test_rows_without_a_column_to_select_by_are_left_out(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [*pairs(2), *pairs(1, level=1)])
+    with pytest.warns(UserWarning, match="left out 2 rows: no column 'level' to select by"):
+        assert [c.id for c in load(path, equals={"level": 1})] == ["a:3"]
+    with pytest.raises(DataError, match=r"no conversations in .*; 3 rows: no column 'levle' to select by"):
+        load(path, equals={"levle": 1})
 
 
 def test_split_by_conversation(tmp_path):
@@ -215,6 +219,10 @@ def test_split_by_conversation(tmp_path):
         ("a.jsonl", b'{"turns": ["a"]}\n["b"]\n', "a.jsonl' line 2: expected a JSON object, got list"),
         ("a.jsonl", b'{"turns": ["\xff"]}\n', "a.jsonl' line 1: malformed JSON"),
         ("a.json", b'[{"turns": ["a"]},\n{"turns": ["b"}]', "a.json' line 2: malformed JSON"),
+        ("a.jsonl", b'{"turns": ["a"]}\n{"turns": ' + b"[" * 10**5, "a.jsonl' line 2: its JSON is nested too deep"),
+        ("a.json", b"[" * 10**5, "a.json' cannot be read as json: it is nested too deep"),
+        ("a.json", b'{"turns": [\n"a"]}', "a.json' line 1: malformed JSON"),
+        ("a.jsonl.gz", DAMAGED, "cannot be read as json: "),
         ("a.json", b'[{"turns": ["a"]}, 3]', "a.json' element 2: expected a JSON object"),
         (
             "a.jsonl.gz",
@@ -254,6 +262,33 @@ def test_bad_files_are_one_clear_error(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load(str(tmp_path / name))
+
+
+def test_json_values_are_read_as_they_stand(tmp_path):
+    """The type of a field is not guessed from its first values."""
+    answers = ["2024-01-01", "2024-01-02T10:00:00Z", "12"]
+    for name in ("a.jsonl", "a.json", "a.jsonl.gz"):
+        rows = [
+            {"prompt": "When?", "response": answer, "note": note} for answer, note in zip(answers, "x2{", strict=True)
+        ]
+        rows[1]["note"] = {"a": [1]}
+        WRITERS[name](rows, tmp_path / name)
+        assert [c.messages[1].content for c in load(str(tmp_path / name))] == answers
+
+
+def test_json_lines_are_read_lazily(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a", "response": "b"}\n\n' * 2 + b"{torn")
+    assert [c.id for c in load(str(path), limit=2)] == ["a:1", "a:2"]
+    with pytest.raises(DataError, match="line 5: malformed JSON"):
+        load(str(path))
+
+
+def test_half_characters_are_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"turns": ["\\ud83d"]}\n{"turns": ["\\ud83d\\ude00"]}\n')
+    with pytest.warns(UserWarning, match="1 rows: text that is not Unicode"):
+        assert questions(load(str(path))) == ["😀"]
 
 
 def test_missing_files_are_an_error_before_anything_is_read(tmp_path):
@@ -302,7 +337,15 @@ def test_hub_data_sets(monkeypatch):
         assert all(c.id == f"chats:{int(c.messages[0].content.split()[1]) + 1}" for c in found)
 
 
-@pytest.mark.parametrize("error", [ConnectionError("offline\nmore"), ValueError("Unknown split"), OSError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("offline\nmore"),
+        ValueError("Unknown split"),
+        OSError(),
+        RuntimeError("Dataset scripts are no longer supported, but found chats.py"),
+    ],
+)
 def test_hub_errors(monkeypatch, error):
     def load_dataset(*args, **settings):
         raise error
@@ -322,6 +365,11 @@ def test_hub_errors(monkeypatch, error):
         ({"path": "a.jsonl", "limit": 0}, r"source\.limit: got 0"),
         ({"path": "a.jsonl", "limit": "ten"}, r"source\.limit: got 'ten'"),
         ({"path": "a.jsonl", "max_turns": 1, "min_turns": 2}, r"source\.max_turns: got 1"),
+        (
+            {"path": "a.jsonl", "template": "{prompt} Think."},
+            r"source\.template: got '{prompt} Think.', which uses no f",
+        ),
+        ({"path": "a.jsonl", "template": "{{ prompt"}, r"source\.template: got .*; it is not Jinja: "),
         ({"path": "a.jsonl", "shuffle": True}, r"source\.shuffle: unknown setting; accepted: .*seed"),
     ],
 )
@@ -334,3 +382,18 @@ def test_settings_from_yaml_are_typed():
     node = {"_target_": "data.sources.SourceConfig", "path": ["a.jsonl"], "equals": {"level": [1]}, "seed": 3}
     _, config = build_config(node, key="source")
     assert config == SourceConfig(path=["a.jsonl"], equals={"level": [1]}, seed=3)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**70])
+def test_seeds_have_a_range(seed):
+    with pytest.raises(ConfigError, match=f"data: seed: got {seed}; accepted"):
+        typed(DataConfig, {"seed": seed}, key="data")
+    assert typed(DataConfig, {"seed": 2**63 - 1}, key="data").seed == 2**63 - 1
+
+
+def test_answers_that_are_all_empty_are_refused(tmp_path):
+    encoder, path = ChatEncoder(tiny_tokenizer("chatml"), max_length=500), tmp_path / "a.jsonl"
+    rows = [{"prompt": "Sky?", "response": text} for text in ("", " \n")]
+    with pytest.raises(DataError, match="all answers of the 2 conversations are empty, so there is nothing to learn"):
+        encode_all(load(jsonl(path, rows)), encoder)
+    assert len(encode_all(load(jsonl(path, [*rows, *pairs(1)])), encoder)) == 3

@@ -1,19 +1,24 @@
 # Stand-ins for the training tests: a drafter of a few hundred weights, a target head, and batches in memory whose
 # order is permutation(seed, epoch) with a resumable position. Small enough for whole runs in a second.
 
+import io
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
 from drafters.cache import CachedSample
 from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
-from drafters.types import Batch, Losses, Needs
+from drafters.training.callbacks import CallbackConfig, build_callbacks
+from drafters.training.module import DistillModule
+from drafters.training.optim import OptimConfig
+from drafters.types import Batch, Losses, Needs, Sampling
 
 HIDDEN, VOCAB, LENGTH = 8, 16, 6
 
@@ -229,3 +234,36 @@ def toy_trainer(folder, *, callbacks, **options):
         "default_root_dir": folder,
     }
     return Trainer(**settings | options, callbacks=callbacks)
+
+
+class ToyRun:
+    """One fit in `folder` with all callbacks a real run has. `probe(drafter)` stands for greedy decoding; a pair with a
+    Sampling for another."""
+
+    def __init__(self, folder, *, probe=None, config=None, head=None, trainer=None, **optim):
+        settings = {"max_steps": 8, "warmup_steps": 2, "precision": "float32", "lr": 0.05, **optim}
+        self.optim, self.folder = OptimConfig(**settings), folder
+        self.console = Console(record=True, width=100, file=io.StringIO())
+        self.module = DistillModule(toy(), head or ToyHead(), self.optim)
+        self.callbacks = build_callbacks(
+            folder,
+            optim=self.optim,
+            config=CallbackConfig(**config or {}),
+            console=self.console,
+            probe=(probe, Sampling()) if callable(probe) else probe,
+            provenance={"seed": 0},
+        )
+        self.trainer = toy_trainer(folder, callbacks=self.callbacks, **trainer or {})
+
+    def fit(self, data=None, *, resume=False):
+        last = self.folder / "checkpoints" / "last.ckpt" if resume else None
+        self.trainer.fit(self.module, data or ToyData(), ckpt_path=last, weights_only=True)
+        return self
+
+    def callback(self, kind):
+        return next(one for one in self.trainer.callbacks if isinstance(one, kind))
+
+
+def same_weights(first, second):
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)

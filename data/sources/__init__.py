@@ -1,7 +1,7 @@
 """Conversations from files and from the Hugging Face hub, whatever shape their rows have."""
 
 from data.sources.config import DataConfig, SourceConfig
-from data.sources.load import load_conversations, load_part, load_splits, prompts, split_conversations
+from data.sources.load import load_conversations, load_part, load_splits, split_conversations
 
 __all__ = [
     "DataConfig",
@@ -9,6 +9,5 @@ __all__ = [
     "load_conversations",
     "load_part",
     "load_splits",
-    "prompts",
     "split_conversations",
 ]

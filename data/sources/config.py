@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from data.sources.template import check_template
 from drafters.errors import ConfigError
 
 __all__ = ["DataConfig", "SourceConfig"]
@@ -18,21 +19,27 @@ class SourceConfig:
     """Where conversations come from, and which of them to take.
 
     `path` is a file (.jsonl, .json, either with .gz; .parquet; .arrow) or a list of files; `hub_id` a data set of the
-    Hugging Face hub, with `subset` and `revision`. `split` is the hub's split ("train" when not given); of a file it
-    keeps the rows whose `split` column has this value. `columns` renames: {what is expected: the column's name};
-    expected are messages, conversations, prompt, response, turns, system, id, split, finish_reason(s), answered_by
-    (the weights hash of who answered), and source, which then gives every row its own source name. `limit` counts
-    conversations of each file after the filters. With a `seed` rows are shuffled first (within a buffer when
-    streaming). A turn is a user message.
+    Hugging Face hub, with `subset`, `split` ("train" when not given) and `revision`, or those `files` of it that are
+    named: then they are read as they are, which data sets with a loading script need. Of a local file `split` keeps
+    the rows whose `split` column has this value, and those without one. `columns` renames: {what is expected: the
+    column's name}; expected are messages, conversations, prompt, response, turns, system, id, split, finish_reason(s),
+    answered_by (the weights hash of who answered), and source, which then gives every row its own source name.
+    `template` (Jinja) writes the prompt from the row's fields: "{{ question }} Think first." Rows that are
+    conversations already, with messages, conversations or turns of their own, are taken as they stand: no template is
+    applied, and a column that would have given them a conversation is not missed.
+    `limit` counts conversations of each file after the filters. With a `seed` rows are shuffled first (within a buffer
+    when streaming). A turn is a user message.
     """
 
     name: str | None = None  # default: the file's stem, or the last part of hub_id
     path: Any = None
     hub_id: str | None = None
     subset: str | None = None
+    files: list[str] = field(default_factory=list)  # of hub_id
     revision: str | None = None
     split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    template: str | None = None
     streaming: bool = False
     seed: int | None = None
     limit: int | None = None
@@ -54,6 +61,8 @@ class SourceConfig:
             raise ConfigError(
                 f"source.max_turns: got {self.max_turns}, below min_turns={self.min_turns}; no conversation fits"
             )
+        if self.template is not None:
+            check_template(self.template)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -91,5 +100,7 @@ class DataConfig:
             raise ValueError(f"max_length: got {self.max_length}; accepted: 2 or more tokens")
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation: got {self.validation}; accepted: a share from 0 to below 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: got {self.seed}; accepted: 0 to 2**63 - 1")
         if self.batch_size < 1:
             raise ValueError(f"batch_size: got {self.batch_size}; accepted: 1 or more")

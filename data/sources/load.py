@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 from data.sources.config import SourceConfig
 from data.sources.read import Row, check_file, file_rows, hub_rows, numbered
-from data.sources.shapes import SkipRow, find_shape, rename, to_conversation
+from data.sources.shapes import SkipRow, find_shape, is_ready, rename, to_conversation
+from data.sources.template import compile_template, render
 from drafters.errors import ConfigError, DataError
-from drafters.types import Conversation, Message
+from drafters.types import Conversation
 
-__all__ = ["load_conversations", "load_part", "load_splits", "prompts", "split_conversations"]
+__all__ = ["load_conversations", "load_part", "load_splits", "split_conversations"]
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 _TRAIN_SPLITS = ("train", "training")
+_FILTERED = "filtered"
 _PARTS = {None: (), "train": _TRAIN_SPLITS, "validation": _VALIDATION_SPLITS}
 
 
@@ -89,18 +91,6 @@ def split_conversations(
     return train, [everything[i] for i in sorted(held_out)]
 
 
-def prompts(conversations: Iterable[Conversation]) -> list[tuple[str, tuple[Message, ...]]]:
-    """(source name, messages up to and with the first user turn) of each conversation that has a user turn."""
-    found = []
-    for conversation in conversations:
-        roles = [message.role for message in conversation.messages]
-        if "user" in roles:
-            found.append((conversation.source, conversation.messages[: roles.index("user") + 1]))
-    if not found:
-        raise DataError("source: no user message in any conversation, so nothing to answer")
-    return found
-
-
 def _load(config: SourceConfig) -> Iterator[tuple[Conversation, str | None]]:
     """Conversations with the value of their `split` column."""
     if config.hub_id is not None:
@@ -116,19 +106,23 @@ def _load(config: SourceConfig) -> Iterator[tuple[Conversation, str | None]]:
 
 def _load_part(part: _Part, config: SourceConfig) -> Iterator[tuple[Conversation, str | None]]:
     left_out: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     num_kept = 0
+    template = None if config.template is None else compile_template(config.template)
     for number, raw in numbered(part.rows, seed=config.seed, streaming=config.streaming):
-        row = rename(raw, config.columns, where=part.where)
         where = f"{part.where} row {number}"
+        row = rename(raw, config.columns, where=where)
+        if template is not None and is_ready(row):
+            notes["are conversations already, so source.template is not applied to them"] += 1
+        elif template is not None:
+            row = {**row, "prompt": render(template, row, where=where)}
         try:
-            shape = find_shape(row, where=part.where)
+            shape = find_shape(row, where=where)
             source = str(row["source"]) if "source" in config.columns else part.source
             conversation = to_conversation(row, shape=shape, number=number, source=source, where=where)
+            _select(conversation, row, config=config, notes=notes)
         except SkipRow as reason:
             left_out[str(reason)] += 1
-            continue
-        if not _wanted(conversation, row, config=config, where=part.where):
-            left_out["filtered"] += 1
             continue
         num_kept += 1
         yield conversation, row.get("split")
@@ -137,20 +131,27 @@ def _load_part(part: _Part, config: SourceConfig) -> Iterator[tuple[Conversation
     counts = ", ".join(f"{count} rows: {reason}" for reason, count in left_out.items())
     if not num_kept:
         raise DataError(f"source: no conversations in {part.where}; {counts or 'it has no rows'}")
-    if set(left_out) - {"filtered"}:
+    if set(left_out) - {_FILTERED}:
         warnings.warn(f"{part.where}: left out {counts}", stacklevel=2)
+    for note, count in notes.items():
+        warnings.warn(f"{part.where}: {count} rows {note}", stacklevel=2)
 
 
-def _wanted(conversation: Conversation, row: Row, *, config: SourceConfig, where: str) -> bool:
+def _select(conversation: Conversation, row: Row, *, config: SourceConfig, notes: Counter[str]) -> None:
+    """Raises SkipRow for a conversation that the settings do not ask for."""
     wanted = dict(config.equals)
     if config.split is not None and config.hub_id is None:
-        wanted["split"] = config.split
+        if "split" in row:
+            wanted["split"] = config.split
+        else:
+            notes[f"have no column `split` and are taken as split '{config.split}'"] += 1
     for column, values in wanted.items():
         if column not in row:
-            raise DataError(f"source: {where} has no column '{column}' to select by; its columns: {', '.join(row)}")
+            raise SkipRow(f"no column '{column}' to select by")
         if row[column] not in (values if isinstance(values, list) else [values]):
-            return False
+            raise SkipRow(_FILTERED)
     turns = sum(message.role == "user" for message in conversation.messages)
     length = sum(len(message.content) for message in conversation.messages)
     fits = config.max_turns is None or turns <= config.max_turns
-    return turns >= config.min_turns and fits and (config.max_characters is None or length <= config.max_characters)
+    if turns < config.min_turns or not fits or (config.max_characters is not None and length > config.max_characters):
+        raise SkipRow(_FILTERED)

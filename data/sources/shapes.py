@@ -1,5 +1,6 @@
 # The shapes that rows come in, turned into conversations. A shape is recognised by its columns.
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from data.sources.read import Row
 from drafters.errors import DataError
 from drafters.types import Conversation, Message
 
-__all__ = ["SkipRow", "find_shape", "rename", "to_conversation"]
+__all__ = ["SkipRow", "find_shape", "is_ready", "rename", "to_conversation"]
 
 # In this order: a row with several of them is read by the first.
 _SHAPES = {
@@ -16,6 +17,11 @@ _SHAPES = {
     "turns": "turns: [user text, ...] (prompts without answers)",
     "prompt": "prompt and response: text",
 }
+# Half a character, as JSON can write it ("\ud83d") and no tokenizer can read it.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Columns that hold a whole conversation, and those that hold a part of one.
+_READY = ("messages", "conversations", "turns")
+_PARTS = (*_SHAPES, "response", "system")
 _ROLES = {
     "system": "system",
     "developer": "developer",
@@ -36,12 +42,21 @@ class SkipRow(Exception):
     """A well-formed row that cannot become a conversation here; the text is the reason that is counted."""
 
 
+def is_ready(row: Row) -> bool:
+    """Whether a row is a conversation as it stands."""
+    return any(row.get(column) is not None for column in _READY)
+
+
 def rename(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with `columns` ({expected: column's name}) renamed. Raises DataError on a column that is not there."""
+    """The row with `columns` ({expected: column's name}) renamed. Raises DataError on a column that is not there, but
+    for the parts of a conversation where the row is one already."""
+    found = {}
     for expected, column in columns.items():
-        if column not in row:
+        if column in row:
+            found[expected] = row[column]
+        elif not (expected in _PARTS and is_ready(row)):
             raise DataError(f"source.columns.{expected}: {where} has no column '{column}'; its columns: {_names(row)}")
-    return {**row, **{expected: row[column] for expected, column in columns.items()}}
+    return {**row, **found}
 
 
 def find_shape(row: Row, *, where: str, key: str = "source") -> str:
@@ -51,7 +66,7 @@ def find_shape(row: Row, *, where: str, key: str = "source") -> str:
         if shape in row:
             return shape
     shapes = "; or ".join(_SHAPES.values())
-    hint = ". Other names can be mapped: source.columns={prompt: question, response: answer}" if key == "source" else ""
+    hint = ". Map other names: '+source.columns={prompt: question, response: answer}'" if key == "source" else ""
     raise DataError(f"{key}: no messages in {where}: its columns are {_names(row)}; accepted: {shapes}{hint}")
 
 
@@ -103,6 +118,8 @@ def _message(role: str, content: Any, *, where: str, finish_reason: str | None =
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise DataError(f"{where}: the {role} message should be text, got {type(content).__name__}")
+    if _SURROGATE.search(content):
+        raise SkipRow("text that is not Unicode")
     return Message(role=role, content=content, finish_reason=finish_reason)
 
 

@@ -1,18 +1,33 @@
-# One measurement of a drafter, by real target passes. First acceptance at the full block, then what drafts and passes
-# cost here, then the draft length that these make best, then the speed of both loops at it, interleaved so that a
-# machine that slows down slows both.
+# One measurement of one or more drafters, by real target passes. First trees, where one is to be chosen; then
+# acceptance at the full block, turn after turn; then what drafts and passes cost here; then, at the draft length that
+# these make best, the speed of both loops, interleaved.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from drafters.decoding import metrics
-from drafters.decoding.dispatch import dispatch_share
-from drafters.decoding.divergence import first_difference, logit_margin
-from drafters.decoding.loop import DecodeConfig, Generation, Round, RoundCost, RunTimings, decode
-from drafters.decoding.report import LengthCost, Report, SourceReport, with_versions
+from drafters.decoding.dialogue import Dialogue
+from drafters.decoding.loop import DecodeConfig
+from drafters.decoding.records import RoundCost
+from drafters.decoding.report import Report
+from drafters.decoding.runner import (
+    PLAIN,
+    Execution,
+    Item,
+    Progress,
+    Run,
+    Runner,
+    Unit,
+    first_items,
+    next_items,
+    units_of,
+)
+from drafters.decoding.sampling import check_sampling
+from drafters.decoding.summary import Found, report_of
+from drafters.decoding.tree import Tree, choose_tree, expected_length, probe_tree, rank_acceptances, static_tree
 from drafters.errors import ConfigError, DataError
 from drafters.heads.base import Drafter
 from drafters.types import Sampling
@@ -20,261 +35,210 @@ from drafters.types import Sampling
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
 
-__all__ = ["MeasureConfig", "Progress", "Prompt", "check_settings", "measure"]
+__all__ = ["Contestant", "Execution", "MeasureConfig", "Progress", "check_settings", "measure", "tree_of"]
 
-Prompt = tuple[str, Tensor]  # source name, token ids [T]
-Progress = Callable[[str, int, int, float], None]
+TREE_SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)  # what tree=auto chooses from
+TREE_WIDTH = 4  # candidates a position that it measures
+TREE_ROUNDS = 600  # rounds that it measures them on
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """`length`: drafts a round in the speed runs, or "auto". `profile_rounds`: rounds timed at each draft length.
-    `num_speed_prompts`: prompts in the speed runs, spread over the sources; None = all."""
+    """`length`: drafts a round in the speed runs, or "auto". `tree`: null drafts chains; a list of children counts by
+    depth is a fixed tree; "auto" chooses one from measured acceptances and costs. `profile_rounds`: rounds timed at
+    each draft length. `num_speed_prompts`: prompts in the speed runs, spread over the sources; None = all."""
 
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     length: int | str = "auto"
+    tree: Any = None
     batch_size: int = 1
     seed: int = 0
     stop_ids: tuple[int, ...] | None = None
-    profile_rounds: int = 12
+    profile_rounds: int = 24
     num_speed_prompts: int | None = None
 
 
-@dataclass(frozen=True)
-class _PromptBatch:
-    """Prompts of one source that are decoded together; `start` numbers the first among all."""
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A drafter to measure, and what reports say of where it comes from."""
 
-    source: str
-    start: int
-    prompts: list[Tensor]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What decoding a batch gave."""
-
-    batch: _PromptBatch
-    rows: list[Generation]
-    timings: RunTimings
-
-    @property
-    def rounds(self) -> list[Round]:
-        return [r for row in self.rows for r in row.rounds]
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens that rounds gave: the first token of each row is prefill's."""
-        return sum(len(row.tokens) - 1 for row in self.rows)
+    drafter: Drafter
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
 def measure(
     target: "FrozenTarget",
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
+    contestants: Mapping[str, Contestant],
+    dialogues: Sequence[Dialogue],
     config: MeasureConfig,
-    *,
-    provenance: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """Decode `prompts` with and without `drafter` and report acceptance and speed.
+    execution: Execution | None = None,
+) -> dict[str, Report]:
+    """Decode `dialogues` plainly and with every drafter, and report acceptance and speed of each.
 
-    `progress(phase, done, total, accepted_length)` is called after every batch; phases: "acceptance", "costs",
-    "speed". Raises ConfigError for settings out of range and DataError when there is too little text to measure.
+    Of several ranks the first one returns the reports of all, the others none. Raises ConfigError for settings out of
+    range and DataError when there is too little text to measure.
     """
-    check_settings(drafter, prompts, config)
-    runner = _Runner(target, drafter, config, progress or (lambda *_: None))
-    batches = _batches(prompts, config.batch_size)
-    runner.warm_up(batches[0])
-    acceptance = runner.acceptance(batches)
-    rounds = [r for run in acceptance for r in run.rounds]
-    if not metrics.full_rounds(rounds):
-        raise DataError(
-            f"max_new_tokens: no round of {drafter.block_size} drafts ran uncut within {config.max_new_tokens} new "
-            f"tokens on {len(prompts)} prompts; raise it, or give prompts with longer answers"
-        )
-    accepted = metrics.conditional_acceptance(rounds, drafter.block_size)
-    costs = runner.costs(batches)
-    length = metrics.choose_length(costs, accepted) if isinstance(config.length, str) else config.length
-    speed = runner.speed(_spread(batches, config), length)
-    share = dispatch_share(target, prompts[0][1])
-    return Report(
-        **_acceptance_part(acceptance, drafter.block_size, config.seed),
-        **_speed_part(speed, length),
-        predicted_speedup=costs.speedup(length, accepted) if length in costs.draft_s else float("nan"),
-        costs=_cost_table(costs, accepted),
-        dispatch_share=share,
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
+    drafters = {name: contestant.drafter for name, contestant in contestants.items()}
+    for drafter in drafters.values():
+        check_settings(drafter, dialogues, config)
+    _check_trees(drafters, config)
+    execution = execution or Execution()
+    decode_config = DecodeConfig(
         max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
+        sampling=config.sampling,
         seed=config.seed,
-        by_source=_by_source(acceptance, speed, drafter.block_size, config.seed),
-        divergences=None if config.sampling.temperature > 0 else _divergences(target, speed),
-        provenance=with_versions(provenance or {}, target),
+        stop_ids=config.stop_ids,
+        batch_size=config.batch_size,
     )
+    runner = Runner(target, drafters, decode_config, execution)
+    stages = _Stages(runner, drafters, dialogues, config)
+    found = stages.run(target.spec.max_position - config.max_new_tokens)
+    if not execution.ranks.is_first:
+        return {}
+    return {
+        name: report_of(target, found[name], config, provenance=contestants[name].provenance, name=name)
+        for name in contestants
+    }
 
 
-def check_settings(drafter: Drafter, prompts: Sequence[Prompt], config: MeasureConfig, *, key: str = "") -> None:
-    """Raises ConfigError for settings out of range and DataError without prompts; `key` is where the settings stand."""
-    if not prompts:
-        raise DataError("prompts: there are none to measure on; name a source that has some")
-    prefix = f"{key}." if key else ""
-    is_auto = config.length == "auto"
-    if not is_auto and not (isinstance(config.length, int) and 1 <= config.length <= drafter.block_size):
-        got = repr(config.length) if isinstance(config.length, str) else config.length
-        raise ConfigError(f"{prefix}length: got {got}; accepted: 'auto' or 1 to {drafter.block_size}")
-    for name in ("max_new_tokens", "profile_rounds", "batch_size", "num_speed_prompts"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{prefix}{name}: got {value}; accepted: 1 or more")
-    least = drafter.block_size + 2  # the first token comes from the prompt's pass, the last is the bonus
-    if config.max_new_tokens < least:
-        raise ConfigError(
-            f"{prefix}max_new_tokens: got {config.max_new_tokens}; accepted: {least} or more, since only rounds "
-            f"in which a whole block of {drafter.block_size} drafts fits are measured"
-        )
+class _Stages:
+    """The stages of a measurement, in their order."""
 
+    def __init__(
+        self, runner: Runner, drafters: Mapping[str, Drafter], dialogues: Sequence[Dialogue], config: MeasureConfig
+    ) -> None:
+        self.runner, self.drafters, self.dialogues, self.config = runner, drafters, dialogues, config
+        self.names = list(drafters)
+        self.trees: dict[str, Tree] = {}
+        self.tree_costs: dict[str, tuple[metrics.Costs, dict[int, float]]] = {}
 
-def _batches(prompts: Sequence[Prompt], batch_size: int) -> list[_PromptBatch]:
-    """Batches of one source each, sources taking turns, so that any first part of the list is a mix."""
-    by_source: dict[str, list[Tensor]] = {}
-    for source, tokens in prompts:
-        by_source.setdefault(source, []).append(tokens)
-    queues = [
-        [(source, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
-        for source, rows in by_source.items()
-    ]
-    turns = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
-    done, start = [], 0
-    for source, rows in turns:
-        done.append(_PromptBatch(source, start, rows))
-        start += len(rows)
-    return done
+    def run(self, room: int) -> dict[str, Found]:
+        items = first_items(self.dialogues)
+        units = units_of(items, self.config.batch_size)
+        self.runner.warm_up(units[0])
+        for name in self.names:
+            if self.config.tree is not None and self.drafters[name].drafts_trees:
+                self._choose_tree(name, units)
+        acceptance = self._acceptance(items, units, room)
+        everything = [run.unit for run in acceptance[self.names[0]]]
+        costs, taus = self._costs(acceptance, units)
+        lengths = {name: self._length(name, costs[name], taus[name]) for name in self.names}
+        changes = {name: self._shape(name, lengths[name]) for name in self.names}
+        speed_units = _spread(everything, self.config.num_speed_prompts)
+        speed = self.runner.each("speed", speed_units, [*self.names, PLAIN], changes)
+        return {
+            name: Found(
+                drafter=self.drafters[name],
+                acceptance=acceptance[name],
+                costs=costs[name],
+                accepted_lengths=taus[name],
+                length=lengths[name],
+                tree=self.trees.get(name),
+                speed=list(zip(speed[name], speed[PLAIN], strict=True)),
+                num_ranks=self.runner.ranks.size,
+            )
+            for name in self.names
+        }
 
+    def _shape(self, name: str, length: int) -> dict[str, Any]:
+        return {"tree": self.trees[name]} if name in self.trees else {"length": length}
 
-def _spread(batches: list[_PromptBatch], config: MeasureConfig) -> list[_PromptBatch]:
-    if config.num_speed_prompts is None:
-        return batches
-    taken, count = [], 0
-    for batch in batches:
-        if count >= config.num_speed_prompts:
-            break
-        taken.append(batch)
-        count += len(batch.prompts)
-    return taken
+    def _acceptance(self, items: list[Item], units: list[Unit], room: int) -> dict[str, list[Run]]:
+        """Every prompt at the full block (or the tree), turn after turn; the first contestant's answers are what the
+        next turns of all follow."""
+        changes = {name: {"tree": tree} for name, tree in self.trees.items()}
+        found: dict[str, list[Run]] = {name: [] for name in self.names}
+        answers: dict[int, list[list[int]]] = {}
+        turn, offset = 0, 0
+        while items:
+            phase = "acceptance" if turn == 0 else f"acceptance, turn {turn + 1}"
+            units = [Unit(offset + unit.index, unit.items) for unit in units]
+            runs = self.runner.each(phase, units, self.names, changes)
+            for name in self.names:
+                found[name] += runs[name]
+            for run in runs[self.names[0]]:
+                for item, row in zip(run.unit.items, run.rows, strict=True):
+                    answers.setdefault(item.dialogue, []).append(row.tokens)
+            turn, offset = turn + 1, offset + len(units)
+            items = next_items(self.dialogues, answers, turn=turn, room=room)
+            units = units_of(items, self.config.batch_size)
+        for name in self.names:
+            self._check_rounds(name, [r for run in found[name] for r in run.rounds])
+        return found
 
+    def _check_rounds(self, name: str, rounds: Sequence[Any]) -> None:
+        if not metrics.full_rounds(rounds):
+            raise DataError(
+                f"max_new_tokens: no round of {self.drafters[name].block_size} drafts ran uncut within "
+                f"{self.config.max_new_tokens} new tokens on {len(self.dialogues)} prompts; raise it, or give prompts "
+                "with longer answers"
+            )
 
-class _Runner:
-    """Runs the phases of one measurement with one set of settings."""
+    def _choose_tree(self, name: str, units: list[Unit]) -> None:
+        """The tree of the settings, or the one with the best predicted speed-up."""
+        self.runner.target.check_trees()
+        fixed = tree_of(self.config)
+        if fixed is not None:
+            self.trees[name] = fixed
+            return
+        probe = probe_tree(self.drafters[name].block_size, TREE_WIDTH)
+        runs = self.runner.until("tree acceptance", units, name, TREE_ROUNDS, tree=probe)
+        rounds = metrics.full_rounds(r for run in runs for r in run.rounds)
+        self._check_rounds(name, rounds)
+        accepted_DR = rank_acceptances(rounds, probe)
+        most = _most_slots(accepted_DR)
+        sizes = [size for size in TREE_SIZES if size <= most] or [most]
+        trees = [choose_tree(accepted_DR, size) for size in sizes]
+        found = self.runner.profile(units, {name: trees}, self.config.profile_rounds)
+        costs = _costs(found[name], found[PLAIN])
+        taus = {tree.size: expected_length(tree, accepted_DR) for tree in trees}
+        size = metrics.choose_length(costs, taus)
+        self.trees[name] = next(tree for tree in trees if tree.size == size)
+        self.tree_costs[name] = costs, taus
 
-    def __init__(self, target: "FrozenTarget", drafter: Drafter, config: MeasureConfig, progress: Progress) -> None:
-        self.target, self.drafter, self.config, self.progress = target, drafter, config, progress
-        self.decode_config = DecodeConfig(
-            max_new_tokens=config.max_new_tokens,
-            sampling=config.sampling,
-            stop_ids=config.stop_ids,
-            batch_size=config.batch_size,
-        )
-
-    def run(self, batch: _PromptBatch, drafter: Drafter | None, **changes: Any) -> _Run:
-        """Decode one batch; `changes` replace fields of the decode settings."""
-        timings = RunTimings()
-        config = replace(self.decode_config, seed=self.config.seed + batch.start, **changes)
-        return _Run(batch, decode(self.target, drafter, batch.prompts, config, timings=timings), timings)
-
-    def warm_up(self, batch: _PromptBatch) -> None:
-        """First calls allocate, compile and page weights in; they are not measured."""
-        few = min(8, self.config.max_new_tokens)
-        self.run(batch, self.drafter, max_new_tokens=few)
-        self.run(batch, None, max_new_tokens=few)
-
-    def acceptance(self, batches: list[_PromptBatch]) -> list[_Run]:
-        """Every prompt at the full block."""
-        runs: list[_Run] = []
-        for batch in batches:
-            runs.append(self.run(batch, self.drafter))
-            rounds = [r for run in runs for r in run.rounds]
-            self.progress("acceptance", len(runs), len(batches), metrics.accepted_length(rounds))
-        return runs
-
-    def costs(self, batches: list[_PromptBatch]) -> metrics.Costs:
-        """Real rounds whose draft length cycles through 1..block size, beside the baseline on the same prompts, until
-        each length was timed `profile_rounds` times (or the prompts end)."""
-        lengths = tuple(range(1, self.drafter.block_size + 1))
-        drafted, plain = RunTimings(), RunTimings()
-        for turn, batch in enumerate(batches):
-            shift = turn % len(lengths)
-            run = self.run(batch, self.drafter, length=lengths[shift:] + lengths[:shift])
-            drafted.rounds += run.timings.rounds
-            plain.rounds += self.run(batch, None).timings.rounds
-            fewest = min(sum(cost.length == k for cost in drafted.rounds) for k in lengths)
-            self.progress("costs", min(fewest, self.config.profile_rounds), self.config.profile_rounds, float("nan"))
-            if fewest >= self.config.profile_rounds:
-                break
-        return _costs(drafted.rounds, plain.rounds)
-
-    def speed(self, batches: list[_PromptBatch], length: int) -> list[tuple[_Run, _Run]]:
-        """(drafted, baseline) of each batch, taking turns in who goes first."""
-        pairs: list[tuple[_Run, _Run]] = []
-        for turn, batch in enumerate(batches):
-            if turn % 2:
-                plain = self.run(batch, None)
-                drafted = self.run(batch, self.drafter, length=length)
+    def _costs(
+        self, acceptance: Mapping[str, list[Run]], units: list[Unit]
+    ) -> tuple[dict[str, metrics.Costs], dict[str, dict[int, float]]]:
+        """Costs by shape, and the accepted length that each shape should have."""
+        shapes: dict[str, Sequence[int | Tree]] = {}
+        for name in self.names:
+            if name not in self.trees:
+                shapes[name] = range(1, self.drafters[name].block_size + 1)
+            elif name not in self.tree_costs:
+                shapes[name] = [self.trees[name]]
+        found = self.runner.profile(units, shapes, self.config.profile_rounds) if shapes else {}
+        costs, taus = {}, {}
+        for name in self.names:
+            rounds = [r for run in acceptance[name] for r in run.rounds]
+            if name in self.tree_costs:
+                costs[name], taus[name] = self.tree_costs[name]
+                taus[name] = {**taus[name], self.trees[name].size: metrics.accepted_length(rounds)}
+                continue
+            costs[name] = _costs(found[name], found[PLAIN])
+            if name in self.trees:
+                taus[name] = {self.trees[name].size: metrics.accepted_length(rounds)}
             else:
-                drafted = self.run(batch, self.drafter, length=length)
-                plain = self.run(batch, None)
-            pairs.append((drafted, plain))
-            rounds = [r for run, _ in pairs for r in run.rounds]
-            self.progress("speed", len(pairs), len(batches), metrics.accepted_length(rounds))
-        return pairs
+                taus[name] = {k: metrics.accepted_length(rounds, k) for k in shapes[name] if isinstance(k, int)}
+        return costs, taus
+
+    def _length(self, name: str, costs: metrics.Costs, taus: Mapping[int, float]) -> int:
+        if name in self.trees:
+            return self.trees[name].size
+        if isinstance(self.config.length, int):
+            return min(self.config.length, self.drafters[name].block_size)
+        return metrics.choose_length(costs, taus)
 
 
-def _acceptance_part(runs: list[_Run], block_size: int, seed: int) -> dict[str, Any]:
-    rounds = metrics.full_rounds(r for run in runs for r in run.rounds)
-    counts = [metrics.full_rounds(row.rounds) for run in runs for row in run.rows]
-    return {
-        "block_size": block_size,
-        "accepted_length": metrics.accepted_length(rounds),
-        "accepted_length_ci95": metrics.bootstrap_ci(
-            [(sum(r.accepted + 1 for r in c), len(c)) for c in counts], seed=seed
-        ),
-        "acceptance_by_position": metrics.conditional_acceptance(rounds, block_size),
-        "survival_by_position": metrics.survival(rounds, block_size),
-        "accepted_histogram": metrics.accepted_histogram(rounds, block_size),
-        "verify_rate": metrics.verify_rate(rounds),
-        "prompts": len(counts),
-        "rounds": len(rounds),
-        "tokens": sum(r.accepted + 1 for r in rounds),
-    }
-
-
-def _speed_part(pairs: list[tuple[_Run, _Run]], length: int) -> dict[str, Any]:
-    drafted, plain = [d for d, _ in pairs], [p for _, p in pairs]
-    costs = _costs(*([cost for run in side for cost in run.timings.rounds] for side in (drafted, plain)))
-    totals = [
-        _rate(
-            sum(len(row.tokens) for run in side for row in run.rows),
-            sum(run.timings.prefill_s + run.timings.decode_s for run in side),
+def _check_trees(drafters: Mapping[str, Drafter], config: MeasureConfig) -> None:
+    chains = [name for name, drafter in drafters.items() if not drafter.drafts_trees]
+    if config.tree is None or not chains:
+        return
+    if len(chains) == len(drafters):
+        raise ConfigError(
+            f"tree: got {config.tree!r}, but {', '.join(chains)} drafts no trees; accepted: null, for chains"
         )
-        for side in (drafted, plain)
-    ]
-    nan = float("nan")
-    return {
-        "draft_length": length,
-        "accepted_length_at_draft_length": metrics.accepted_length(r for run in drafted for r in run.rounds),
-        **_speeds(pairs),
-        "end_to_end_speedup": _rate(*totals),
-        "draft_ms": 1e3 * costs.draft_s.get(length, nan),
-        "verify_ms": 1e3 * costs.verify_s.get(length, nan),
-        "overhead_ms": 1e3 * costs.overhead_s.get(length, nan),
-        "baseline_step_ms": 1e3 * costs.step_s,
-        "verify_to_step": costs.verify_s.get(length, nan) / costs.step_s,
-        "overhead_share": _rate(
-            sum(run.timings.overhead_s for run in drafted), sum(run.timings.decode_s for run in drafted)
-        ),
-    }
+    warnings.warn(f"tree: {', '.join(chains)} drafts no trees and is measured with chains", stacklevel=3)
 
 
 def _costs(drafted: list[RoundCost], plain: list[RoundCost]) -> metrics.Costs:
@@ -283,54 +247,63 @@ def _costs(drafted: list[RoundCost], plain: list[RoundCost]) -> metrics.Costs:
     return metrics.costs_from(drafted, plain)
 
 
-def _speeds(pairs: list[tuple[_Run, _Run]]) -> dict[str, float]:
-    drafted, plain = (
-        _rate(sum(run.num_tokens for run in side), sum(run.timings.decode_s for run in side))
-        for side in ([d for d, _ in pairs], [p for _, p in pairs])
-    )
-    return {"tokens_per_second": drafted, "baseline_tokens_per_second": plain, "speedup": _rate(drafted, plain)}
+def _most_slots(accepted_DR: Sequence[Sequence[float]]) -> int:
+    """Slots of the largest tree whose acceptances were all measured."""
+    total, level = 0, 1
+    for row in accepted_DR:
+        level *= sum(1 for _ in takewhile(lambda a: a == a, row))
+        total += level
+    return total
 
 
-def _rate(amount: float, per: float) -> float:
-    return amount / per if per else float("nan")
+def _spread(units: list[Unit], num_prompts: int | None) -> list[Unit]:
+    """The first units with `num_prompts` prompts, turns taking turns."""
+    if num_prompts is None:
+        return units
+    by_turn: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_turn.setdefault(unit.turn, []).append(unit)
+    queues = list(by_turn.values())
+    mixed = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
+    taken, count = [], 0
+    for unit in mixed:
+        if count >= num_prompts:
+            break
+        taken.append(unit)
+        count += len(unit.items)
+    return taken
 
 
-def _by_source(
-    acceptance: list[_Run], speed: list[tuple[_Run, _Run]], block_size: int, seed: int
-) -> dict[str, SourceReport]:
-    result = {}
-    for source in dict.fromkeys(run.batch.source for run in acceptance):
-        part = _acceptance_part([run for run in acceptance if run.batch.source == source], block_size, seed)
-        pairs = [pair for pair in speed if pair[0].batch.source == source]
-        values = {**part, **_speeds(pairs)}
-        result[source] = SourceReport(**{f.name: values[f.name] for f in fields(SourceReport)})
-    return result
+def tree_of(config: MeasureConfig) -> Tree | None:
+    """The fixed tree of the settings; None for chains and for a tree that is yet to be chosen. Raises ConfigError."""
+    return None if config.tree in (None, "auto") else static_tree(config.tree)
 
 
-def _cost_table(costs: metrics.Costs, accepted: Sequence[float]) -> list[LengthCost]:
-    return [
-        LengthCost(
-            length=k,
-            draft_ms=1e3 * costs.draft_s[k],
-            verify_ms=1e3 * costs.verify_s[k],
-            overhead_ms=1e3 * costs.overhead_s[k],
-            accepted_length=metrics.expected_length(accepted[:k]),
-            single_steps_ms=1e3 * costs.step_s * metrics.expected_length(accepted[:k]),
-            predicted_speedup=costs.speedup(k, accepted),
+def check_settings(drafter: Drafter, dialogues: Sequence[Dialogue], config: MeasureConfig, *, key: str = "") -> None:
+    """Raises ConfigError for settings out of range and DataError without prompts; `key` is where the settings stand."""
+    if not dialogues:
+        raise DataError("prompts: there are none to measure on; name a source that has some")
+    prefix = f"{key}." if key else ""
+    check_sampling(config.sampling, key=key)
+    is_auto = config.length == "auto"
+    if not is_auto and not (isinstance(config.length, int) and 1 <= config.length <= drafter.block_size):
+        got = repr(config.length) if isinstance(config.length, str) else config.length
+        raise ConfigError(f"{prefix}length: got {got}; accepted: 'auto' or 1 to {drafter.block_size}")
+    for name in ("max_new_tokens", "profile_rounds", "batch_size", "num_speed_prompts"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{prefix}{name}: got {value}; accepted: 1 or more")
+    tree = tree_of(config)
+    if tree is not None and drafter.drafts_trees and tree.max_depth > drafter.block_size:
+        raise ConfigError(
+            f"{prefix}tree: got {config.tree!r}, of {tree.max_depth} levels; accepted: up to {drafter.block_size}, the "
+            "drafter's block size"
         )
-        for k in costs.draft_s
-        if k >= 1
-    ]
-
-
-def _divergences(target: "FrozenTarget", pairs: list[tuple[_Run, _Run]]) -> dict[str, Any]:
-    """At temperature 0: how many rows differ from the baseline's, where each first does, and the target's margin
-    between its two best logits there."""
-    first = []
-    for drafted, plain in pairs:
-        for row, twin, prompt in zip(drafted.rows, plain.rows, drafted.batch.prompts, strict=True):
-            at = first_difference(row.tokens, twin.tokens)
-            if at is not None:
-                margin = logit_margin(target, prompt, twin.tokens[:at])
-                first.append({"prompt": drafted.batch.start + row.prompt, "position": at, "logit_margin": margin})
-    return {"prompts": len(first), "compared": sum(len(plain.rows) for _, plain in pairs), "first": first}
+    if config.tree is not None and not is_auto:
+        raise ConfigError(f"{prefix}length: got {config.length} with a tree; accepted: auto, since the tree decides")
+    least = drafter.block_size + 2  # the first token comes from the prompt's pass, the last is the bonus
+    if config.max_new_tokens < least:
+        raise ConfigError(
+            f"{prefix}max_new_tokens: got {config.max_new_tokens}; accepted: {least} or more, since only rounds "
+            f"in which a whole block of {drafter.block_size} drafts fits are measured"
+        )

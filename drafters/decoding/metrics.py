@@ -1,24 +1,30 @@
 # Every number about acceptance and speed, once, with its formula. Plain Python on rounds and seconds: nothing here
 # knows a model. "Accepted length" always includes the bonus token, the one that the target's pass adds.
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from drafters.decoding.loop import Round, RoundCost
+from drafters.decoding.records import Round, RoundCost
 
 __all__ = [
     "Costs",
     "accepted_histogram",
     "accepted_length",
+    "accepted_length_ci",
     "bootstrap_ci",
     "choose_length",
     "conditional_acceptance",
+    "conditional_acceptance_ci",
+    "context_bucket",
     "costs_from",
     "expected_length",
     "full_rounds",
+    "speedup_ci",
     "survival",
     "verify_rate",
 ]
@@ -30,10 +36,14 @@ def full_rounds(rounds: Iterable[Round]) -> list[Round]:
     return [r for r in rounds if r.full]
 
 
-def accepted_length(rounds: Iterable[Round]) -> float:
-    """tau = sum_r (accepted_r + 1) / number of rounds, over full rounds; bonus included. NaN without a round."""
+def accepted_length(rounds: Iterable[Round], most: float = math.inf) -> float:
+    """tau = sum_r (min(accepted_r, most) + 1) / number of rounds, over full rounds; bonus included. NaN without one.
+
+    `most`: had every draft been cut to so many tokens. Rounds that proposed less, or nothing, count as they are, which
+    the product of conditional acceptances (`expected_length`) would leave out.
+    """
     counted = full_rounds(rounds)
-    return sum(r.accepted + 1 for r in counted) / len(counted) if counted else float("nan")
+    return sum(min(r.accepted, most) + 1 for r in counted) / len(counted) if counted else float("nan")
 
 
 def conditional_acceptance(rounds: Iterable[Round], length: int) -> list[float]:
@@ -73,23 +83,65 @@ def accepted_histogram(rounds: Iterable[Round], length: int) -> list[int]:
 
 
 def bootstrap_ci(
-    pairs: Sequence[tuple[float, float]], *, seed: int, level: float = 0.95, num_resamples: int = 2000
+    sums: Sequence[Sequence[float]],
+    statistic: Callable[[Tensor], Tensor] | None = None,
+    *,
+    seed: int,
+    level: float = 0.95,
+    num_resamples: int = 2000,
 ) -> tuple[float, float]:
-    """Percentile interval of sum(x) / sum(n) over prompts' (x, n), prompts drawn with replacement.
+    """Percentile interval of a statistic of sums over prompts, prompts drawn with replacement (Efron 1979).
 
-    Rounds of one prompt resemble each other, so the prompt is the unit; a ratio of sums, as the value itself is.
-    NaN when no prompt has n > 0. One prompt gives an interval of width zero: it says nothing about others.
+    Rounds of one prompt resemble each other, so the prompt is the unit. `sums` [P, C]: what each prompt adds to each
+    sum; `statistic` maps sums [R, C] of R resamples to values [R], by default the ratio of the first to the second.
+    NaN when nothing is counted. One prompt gives an interval of width zero: it says nothing about others.
     """
-    used = [(x, n) for x, n in pairs if n > 0]
+    used = [row for row in sums if any(row[1:])]
     if not used:
         return float("nan"), float("nan")
-    data_P2 = torch.tensor(used, dtype=torch.float64)
+    data_PC = torch.tensor(used, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(used), (num_resamples, len(used)), generator=generator)
-    sums = data_P2[picks].sum(1)
+    sums_RC = data_PC[picks].sum(1)
+    values_R = sums_RC[:, 0] / sums_RC[:, 1] if statistic is None else statistic(sums_RC)
+    values_R = values_R[values_R.isfinite()]
+    if not len(values_R):
+        return float("nan"), float("nan")
     bounds = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = (sums[:, 0] / sums[:, 1]).quantile(bounds).tolist()
+    low, high = values_R.quantile(bounds).tolist()
     return low, high
+
+
+def accepted_length_ci(prompts: Iterable[Iterable[Round]], *, seed: int) -> tuple[float, float]:
+    """95 % interval of `accepted_length`; `prompts` gives the rounds of each prompt."""
+    counted = [full_rounds(rounds) for rounds in prompts]
+    return bootstrap_ci([(sum(r.accepted + 1 for r in c), len(c)) for c in counted], seed=seed)
+
+
+def conditional_acceptance_ci(
+    prompts: Iterable[Iterable[Round]], length: int, *, seed: int
+) -> list[tuple[float, float]]:
+    """95 % intervals of `conditional_acceptance`; `prompts` gives the rounds of each prompt."""
+    counted = [full_rounds(rounds) for rounds in prompts]
+
+    def sums(k: int) -> list[tuple[int, int]]:
+        tested = [[r for r in rounds if r.accepted >= k - 1 and r.proposed >= k] for rounds in counted]
+        return [(sum(r.accepted >= k for r in rounds), len(rounds)) for rounds in tested]
+
+    return [bootstrap_ci(sums(k), seed=seed) for k in range(1, length + 1)]
+
+
+def speedup_ci(units: Sequence[tuple[float, float, float, float]], *, seed: int) -> tuple[float, float]:
+    """95 % interval of the speed-up (n_d / s_d) / (n_p / s_p) from (tokens, seconds) of both loops on each unit."""
+    return bootstrap_ci(units, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed=seed)
+
+
+def context_bucket(context: int) -> tuple[int, int]:
+    """(first, last) number of tokens of the bucket that a text of `context` tokens is in: below 128, then doubling."""
+    if context < 128:
+        return 0, 127
+    low = 1 << (context.bit_length() - 1)
+    return low, 2 * low - 1
 
 
 def expected_length(acceptances: Sequence[float]) -> float:
@@ -119,9 +171,10 @@ class Costs:
         """Seconds of a whole round at `length`."""
         return self.draft_s[length] + self.verify_s[length] + self.overhead_s[length]
 
-    def speedup(self, length: int, acceptances: Sequence[float]) -> float:
-        """Predicted: step_s * tau(a_1..a_length) / round_s(length), the cost model of Leviathan (2211.17192)."""
-        return self.step_s * expected_length(acceptances[:length]) / self.round_s(length)
+    def speedup(self, length: int, accepted_length: float) -> float:
+        """Predicted: step_s * tau / round_s(length), the cost model of Leviathan (2211.17192), with tau the accepted
+        length at `length`, bonus included: what tau single steps take against one round."""
+        return self.step_s * accepted_length / self.round_s(length)
 
 
 def costs_from(rounds: Sequence[RoundCost], baseline: Sequence[RoundCost]) -> Costs:
@@ -145,10 +198,11 @@ def _fullest(rounds: Sequence[RoundCost]) -> list[RoundCost]:
     return [r for r in rounds if r.rows == most]
 
 
-def choose_length(costs: Costs, acceptances: Sequence[float]) -> int:
-    """The draft length of at least 1, among those profiled, with the best predicted speed-up; ties go to the shorter.
+def choose_length(costs: Costs, accepted_lengths: Mapping[int, float]) -> int:
+    """Of the draft lengths of at least 1 that were profiled, the one with the best predicted speed-up;
+    `accepted_lengths` gives tau of each. Ties go to the shorter.
 
     Never 0: a drafter that does not pay must be seen to (a speed-up below 1), not hidden by not drafting.
     """
-    lengths = [k for k in costs.draft_s if 1 <= k <= len(acceptances)]
-    return max(lengths, key=lambda k: (costs.speedup(k, acceptances), -k))
+    lengths = [k for k in costs.draft_s if k >= 1 and k in accepted_lengths]
+    return max(lengths, key=lambda k: (costs.speedup(k, accepted_lengths[k]), -k))

@@ -1,14 +1,15 @@
-# Real decoding of a few held-out prompts, small enough to run in the middle of training.
+# Real decoding of a few held-out prompts, small enough to run in the middle of training: the evaluator's loop and its
+# formulas, without its clocks.
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from drafters.decoding.loop import DecodeConfig, decode
-from drafters.decoding.metrics import accepted_length, conditional_acceptance
+from drafters.decoding.metrics import accepted_length, conditional_acceptance, full_rounds
 from drafters.heads.base import Drafter
+from drafters.types import Sampling
 
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
@@ -17,19 +18,34 @@ __all__ = ["acceptance_probe"]
 
 
 def acceptance_probe(
-    target: "FrozenTarget", prompts: Sequence[Tensor], *, max_new_tokens: int = 64
+    target: "FrozenTarget",
+    prompts: Sequence[Tensor],
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 64,
+    seed: int = 0,
 ) -> Callable[[Drafter], dict[str, float]]:
-    """A function that decodes `prompts` greedily at the full block and returns `accepted_length` (bonus included) and
-    the conditional acceptance of the first draft. Where a prompt leaves less room, fewer tokens are made."""
+    """A function that decodes `prompts` (int64 ids [T]) in one batch at the full block, in the target's own dtype.
 
+    It returns `accepted_length` (bonus included), `acceptance@k` (conditional) for each position k, and `rounds`, the
+    number of rounds that these are counted on; NaN where no round came so far. `sampling` None is greedy; the same
+    seed each time. Where a prompt leaves less room than `max_new_tokens`, fewer tokens are made.
+    """
     room = target.spec.max_position - max(len(prompt) for prompt in prompts)
-    config = DecodeConfig(max_new_tokens=min(max_new_tokens, room), batch_size=len(prompts))
+    config = DecodeConfig(
+        max_new_tokens=min(max_new_tokens, room),
+        sampling=sampling or Sampling(),
+        seed=seed,
+        batch_size=len(prompts),
+    )
 
     def probe(drafter: Drafter) -> dict[str, float]:
-        # As at the end of the run: in the target's own dtype, whatever training computes in.
-        with torch.autocast(target.device.type, enabled=False):
-            rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]
-        first = conditional_acceptance(rounds, drafter.block_size)[0]
-        return {"accepted_length": accepted_length(rounds), "acceptance@1": first}
+        rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]
+        by_position = conditional_acceptance(rounds, drafter.block_size)
+        return {
+            "accepted_length": accepted_length(rounds),
+            **{f"acceptance@{k}": value for k, value in enumerate(by_position, start=1)},
+            "rounds": float(len(full_rounds(rounds))),
+        }
 
     return probe

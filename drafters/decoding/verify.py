@@ -4,12 +4,12 @@
 from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from drafters.decoding.sampling import draw, probs, uniform
+from drafters.decoding.sampling import Uniforms, draw, probs, sample
 from drafters.types import Proposal, Sampling
 
-__all__ = ["Verdict", "empty_proposal", "verify_chain"]
+__all__ = ["Verdict", "draft_probs", "empty_proposal", "seen_after", "verify_chain"]
 
 
 class Verdict(NamedTuple):
@@ -28,36 +28,49 @@ def empty_proposal(batch_size: int, device: torch.device) -> Proposal:
     )
 
 
+def seen_after(seen_BV: Tensor, proposal: Proposal) -> Tensor:
+    """[B, S + 1, V] (bool): the tokens that a row's text holds after the anchor, `seen_BV`, and after each draft, with
+    the drafts before it. What the repetition penalty acts on."""
+    parents = proposal.parents_S or tuple(range(-1, proposal.tokens_BS.shape[1] - 1))
+    seen = [seen_BV]
+    for slot, parent in enumerate(parents):
+        seen.append(seen[parent + 1].scatter(1, proposal.tokens_BS[:, slot, None], True))
+    return torch.stack(seen, 1)
+
+
 def verify_chain(
-    proposal: Proposal, logits_BSV: Tensor, sampling: Sampling, generator: Generator | None = None
+    proposal: Proposal, logits_BSV: Tensor, sampling: Sampling, uniforms: Uniforms | None = None
 ) -> Verdict:
     """Accept a prefix of each row's drafts and draw the token after it.
 
-    `logits_BSV` [B, S + 1, V] are the target's after the anchor and after each draft; slots beyond a row's length are
-    ignored. Draft x is accepted with probability min(1, p(x) / q(x)); at the first rejection the next token comes
-    from max(p - q, 0), normalised. `probs_BSV` None means a point: q is one-hot at the draft, which must then not
-    depend on chance. Temperature 0 reads the argmax alone, so no distribution over V is built.
+    `logits_BSV` [B, S + 1, V] are the target's (penalised ones) after the anchor and after each draft; slots beyond a
+    row's length are ignored; `uniforms` None needs temperature 0. Draft x is accepted with probability
+    min(1, p(x) / q(x)); at the first rejection the next token comes from max(p - q, 0), normalised. `probs_BSV` None
+    means a point: q is one-hot at the draft, which must then not depend on chance. Temperature 0 reads the argmax
+    alone, so no distribution over V is built.
     """
     if proposal.parents_S is not None:
         raise ValueError("verify_chain got a tree: parents_S must be None")
-    if sampling.temperature == 0:
+    if uniforms is None or sampling.temperature == 0:
+        assert sampling.temperature == 0
         best_BS = logits_BSV.argmax(-1)
         if proposal.tokens_BS.shape[1] == 0:
             return Verdict(proposal.lengths_B, best_BS[:, 0])
         accepted_B = _prefix(proposal, best_BS[:, :-1] == proposal.tokens_BS)
         return Verdict(accepted_B, best_BS.gather(1, accepted_B[:, None]).squeeze(1))
+    length = proposal.tokens_BS.shape[1]
+    if length == 0:
+        return Verdict(proposal.lengths_B, sample(logits_BSV[:, 0], sampling, uniforms.last_B))
     p_BSV = probs(logits_BSV, sampling)
     rows_B = torch.arange(p_BSV.shape[0], device=p_BSV.device)
-    if proposal.tokens_BS.shape[1] == 0:
-        return Verdict(proposal.lengths_B, draw(p_BSV[:, 0], generator))
     p_BS = p_BSV[:, :-1].gather(2, proposal.tokens_BS[..., None]).squeeze(2)
-    u_BS = uniform(tuple(p_BS.shape), generator, p_BS.device)
-    accepted_B = _prefix(proposal, u_BS * _draft_probs(proposal, p_BSV.shape[-1]) < p_BS)
+    u_BS = uniforms.accept_BS[:, :length]
+    accepted_B = _prefix(proposal, u_BS * draft_probs(proposal, p_BSV.shape[-1]) < p_BS)
     next_BV = p_BSV[rows_B, accepted_B]
     rejected = (accepted_B < proposal.lengths_B).nonzero().squeeze(1)
     if rejected.numel():
         next_BV[rejected] = _residual(next_BV[rejected], proposal, rejected, accepted_B[rejected])
-    return Verdict(accepted_B, draw(next_BV, generator))
+    return Verdict(accepted_B, draw(next_BV, uniforms.last_B))
 
 
 def _prefix(proposal: Proposal, stands_BS: Tensor) -> Tensor:
@@ -67,8 +80,8 @@ def _prefix(proposal: Proposal, stands_BS: Tensor) -> Tensor:
     return (stands_BS & valid_BS).long().cumprod(1).sum(1)
 
 
-def _draft_probs(proposal: Proposal, vocab_size: int) -> Tensor:
-    """q of each drafted token [B, S]."""
+def draft_probs(proposal: Proposal, vocab_size: int) -> Tensor:
+    """q [B, S] of each drafted token, in the distribution that `proposal.probs_BSV` holds for its slot."""
     if proposal.probs_BSV is None:
         return torch.ones_like(proposal.tokens_BS, dtype=torch.float32)
     ids_BS = proposal.tokens_BS

@@ -5,16 +5,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from drafters.types import Batch, Losses, Needs, Proposal, Sampling
+from drafters.types import Batch, Losses, Needs, Proposal
 
 if TYPE_CHECKING:
+    from drafters.decoding.sampling import Draws
+    from drafters.decoding.tree import Tree
     from drafters.heads.start import Start
     from drafters.spec import TargetSpec
     from drafters.target import FrozenTarget, TargetHead
 
-__all__ = ["Drafter", "Session"]
+__all__ = ["Drafter", "Session", "size_of"]
+
+
+def size_of(module: nn.Module) -> tuple[int, int]:
+    """The number of a module's parameters, and their bytes."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
 
 
 class Session(ABC):
@@ -32,12 +40,20 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def propose(self, length: int, sampling: Sampling, generator: Generator | None = None) -> Proposal:
-        """Draft up to `length` tokens after each row's anchor."""
+    def propose(self, length: int, draws: "Draws") -> Proposal:
+        """Draft up to `length` tokens after each row's anchor, drawn by `draws`, slot after slot."""
+
+    def propose_tree(self, tree: "Tree", draws: "Draws") -> Proposal:
+        """Draft the tokens of `tree` after each row's anchor. Drafters whose `drafts_trees` is True implement it."""
+        raise NotImplementedError(f"{type(self).__name__} drafts no trees")
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
         """Go on with `rows` (int64 indices into the present rows, in the new order); the others are dropped."""
+
+    @abstractmethod
+    def join(self, other: Self) -> None:
+        """Take in the rows of another session of the same drafter, behind one's own; `other` is not used again."""
 
 
 class Drafter(nn.Module, ABC):
@@ -70,6 +86,15 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def block_size(self) -> int:
         """The longest draft that one `propose` can give."""
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether its sessions implement `propose_tree`."""
+        return False
+
+    def size(self, target: "FrozenTarget") -> tuple[int, int]:
+        """How many parameters it adds to `target`, and their bytes."""
+        return size_of(self)
 
     def loss(self, batch: Batch, target_head: "TargetHead") -> Losses:
         """Distillation loss of one batch, as sums. Drafters without training do not implement it."""

@@ -144,6 +144,11 @@ class BlockDrafter(Drafter):
         """Tokens drafted per block."""
         return self.config.block_size
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Yes: every slot of the block has a distribution."""
+        return True
+
     def session(self, target: "FrozenTarget", batch_size: int) -> "BlockSession":
         """A decoding session in the dtype of the target."""
         from drafters.heads.block_session import BlockSession

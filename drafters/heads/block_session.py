@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
-from drafters.decoding.sampling import draw, probs
 from drafters.heads.base import Session
 from drafters.heads.layers import rope_table
 from drafters.heads.masks import attend
-from drafters.types import Proposal, Sampling
+from drafters.heads.tree_growth import grow
+from drafters.types import Proposal
 
 if TYPE_CHECKING:
+    from drafters.decoding.sampling import Draws
+    from drafters.decoding.tree import Tree
     from drafters.heads.block import BlockDrafter
     from drafters.target import TargetHead
 
@@ -102,7 +104,18 @@ class BlockSession(Session):
         self.kv_LXBNSH = self.kv_LXBNSH[:, :, rows]
 
     @torch.inference_mode()
-    def propose(self, length: int, sampling: Sampling, generator: Generator | None = None) -> Proposal:
+    def join(self, other: Session) -> None:
+        """Take in other rows; both buffers get the room of the larger one."""
+        assert isinstance(other, BlockSession)
+        room = max(self.kv_LXBNSH.shape[4], other.kv_LXBNSH.shape[4])
+        buffers = [F.pad(one.kv_LXBNSH, (0, 0, 0, room - one.kv_LXBNSH.shape[4])) for one in (self, other)]
+        self.kv_LXBNSH = torch.cat(buffers, dim=2)
+        self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
+        self.filled_B = torch.cat([self.filled_B, other.filled_B])
+        self.anchor_B = torch.cat([self.anchor_B, other.anchor_B])
+
+    @torch.inference_mode()
+    def propose(self, length: int, draws: "Draws") -> Proposal:
         """The first `length` drafts of a whole block: a shorter draft is a prefix of a longer one."""
         length = min(length, self.drafter.block_size)
         hidden_BSD = self.hidden()[:, :length]
@@ -116,15 +129,11 @@ class BlockSession(Session):
                 embedded.append(head.markov_w1(previous_B))
                 state, factor_BR = head.step(state, embedded[-1], hidden_BSD[:, k])
                 logits_BV = logits_BV + factor_BR.to(self.dtype) @ self.bias_weight_VR.T
-            if sampling.temperature == 0.0:
-                draft_B = logits_BV.argmax(-1)
-            else:
-                dists.append(probs(logits_BV, sampling))
-                draft_B = draw(dists[-1], generator)
+            previous_B, dist_BV = draws.draft(logits_BV, self.support_V)
+            if dist_BV is not None:
+                dists.append(dist_BV)
             if confidence is None:
-                dist_BV = dists[-1] if dists else logits_BV.softmax(-1)
-                sure.append(dist_BV.amax(-1))
-            previous_B = draft_B if self.support_V is None else self.support_V[draft_B]
+                sure.append((logits_BV.softmax(-1) if dist_BV is None else dist_BV).amax(-1))
             tokens.append(previous_B)
         if confidence is not None:
             logits_BS = confidence(hidden_BSD, torch.stack(embedded, dim=1) if embedded else None)
@@ -135,6 +144,30 @@ class BlockSession(Session):
             support_V=self.support_V,
             confidence_BS=torch.stack(sure, dim=1) if confidence is None else logits_BS.sigmoid(),
         )
+
+    @torch.inference_mode()
+    def propose_tree(self, tree: "Tree", draws: "Draws") -> Proposal:
+        """A tree from the same pass over the block: slots of one depth share the backbone's logits, and the sequential
+        head tells them apart by their parents."""
+        hidden_BSD = self.hidden()[:, : tree.max_depth]
+        logits_BSV = self.base_logits(hidden_BSD)
+        head = self.drafter.markov_head
+        num_rows = len(hidden_BSD)
+        state = None if head is None else head.start(num_rows)
+
+        def level_logits(depth: int, origins_P: Tensor, tokens_BP: Tensor) -> Tensor:
+            nonlocal state
+            shape = tokens_BP.shape
+            logits_BPV = logits_BSV[:, depth, None].expand(*shape, -1)
+            if head is None or self.bias_weight_VR is None:
+                return logits_BPV
+            if state is not None:
+                state = state.unflatten(0, (num_rows, -1))[:, origins_P].flatten(0, 1)
+            hidden_MD = hidden_BSD[:, depth, None].expand(*shape, -1).flatten(0, 1)
+            state, factor_MR = head.step(state, head.markov_w1(tokens_BP.flatten()), hidden_MD)
+            return logits_BPV + (factor_MR.to(self.dtype) @ self.bias_weight_VR.T).unflatten(0, shape)
+
+        return grow(tree, draws, level_logits, anchor_B=self.anchor_B, support_V=self.support_V)
 
     @torch.inference_mode()
     def hidden(self) -> Tensor:

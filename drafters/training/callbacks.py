@@ -1,12 +1,10 @@
-# What watches a run: real decoding beside the teacher-forced numbers, a table of what is trained, progress with an
-# estimate, and the proof that the target did not move. `build_callbacks` puts all of a run's callbacks together.
+# What watches a run: a table of what is trained, progress with an estimate, and the proof that the target did not move.
+# `build_callbacks` puts these together with the budget, the probe and what saves.
 
 # mypy: disable-error-code="override"
 # Lightning's hooks name LightningModule; these callbacks serve DistillModule alone.
 
-import logging
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch import Tensor, nn
 
-from drafters.heads.base import Drafter
 from drafters.training.budget import StepBudget
 from drafters.training.optim import OptimConfig
-from drafters.training.saving import LastCheckpoint, SaveDrafter, averaged_weights
+from drafters.training.probing import AcceptanceProbe, Probe
+from drafters.training.saving import PROBED, LastCheckpoint, SaveDrafter
+from drafters.types import Sampling
 
 if TYPE_CHECKING:
     from drafters.target import TargetHead
     from drafters.training.module import DistillModule
 
 __all__ = [
-    "AcceptanceProbe",
     "CallbackConfig",
     "ParameterTable",
     "StepProgress",
@@ -37,58 +35,8 @@ __all__ = [
     "build_callbacks",
 ]
 
-logger = logging.getLogger(__name__)
-
-Probe = Callable[[Drafter], dict[str, float]]
-
-
-class AcceptanceProbe(Callback):
-    """Every `every_n_steps` steps, calls `probe(drafter)` (real decoding on a few held-out prompts, on the first rank,
-    with averaged weights if the run averages) and logs what it returns as `probe/<name>`.
-
-    Warns when its `accepted_length` is more than `tolerance` (relative) below the teacher-forced greedy one of the last
-    validation: a wide gap means that training sees what decoding does not (a leak, a mask, another template).
-    """
-
-    def __init__(self, probe: Probe, *, every_n_steps: int, tolerance: float = 0.35) -> None:
-        self.probe, self.every_n_steps, self.tolerance = probe, every_n_steps, tolerance
-        self.latest: dict[str, float] = {}
-        self._step = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        self._step = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        if step == self._step or step % self.every_n_steps:
-            return
-        self._step = step
-        with pl_module.clock.paused(), averaged_weights(trainer, pl_module):
-            if trainer.is_global_zero:
-                self._run(trainer, pl_module)
-            trainer.strategy.barrier()
-
-    def _run(self, trainer: Trainer, module: "DistillModule") -> None:
-        module.drafter.eval()
-        with torch.no_grad(), module.autocast():
-            self.latest = self.probe(module.drafter)
-        module.drafter.train()
-        measured = {f"probe/{name}": value for name, value in self.latest.items()} | module.progress()
-        for one in trainer.loggers:
-            one.log_metrics(measured, step=trainer.global_step)
-        forced = trainer.callback_metrics.get("val/accepted_length_greedy")
-        real = self.latest.get("accepted_length")
-        if real is None or forced is None:
-            return
-        logger.info("step %d: accepted length %.2f decoded, %.2f teacher-forced", trainer.global_step, real, forced)
-        if real < (1 - self.tolerance) * float(forced):
-            warnings.warn(
-                f"step {trainer.global_step}: accepted length is {real:.2f} in real decoding but {float(forced):.2f} "
-                "teacher-forced; look for a leak, a wrong loss mask or another chat template",
-                stacklevel=2,
-            )
+# What `monitor` may be, as far as it is known before training: a drafter may report more.
+MONITORS = ("val/accepted_length", "val/accepted_length_greedy", "val/acceptance@K", PROBED)
 
 
 class ParameterTable(Callback):
@@ -188,12 +136,15 @@ class TargetUnchanged(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackConfig:
-    """How often a run saves and probes, and which metric names its best weights. `probe_every_n_steps` None: never."""
+    """How often a run saves and probes, and which metric names its best weights (higher is better).
+    `probe_every_n_steps` None: never. `probe_tolerance`: the share by which real decoding may accept fewer
+    drafts than teacher forcing says before a run warns."""
 
     monitor: str = "val/accepted_length"
     save_every_n_steps: int = 500
     save_every_minutes: float = 5.0
     probe_every_n_steps: int | None = None
+    probe_tolerance: float = 0.5
 
     def __post_init__(self) -> None:
         if self.save_every_n_steps < 1:
@@ -204,6 +155,19 @@ class CallbackConfig:
             raise ValueError(
                 f"probe_every_n_steps: got {self.probe_every_n_steps}; accepted: 1 or more, or null for never"
             )
+        if not 0 < self.probe_tolerance < 1:
+            raise ValueError(f"probe_tolerance: got {self.probe_tolerance}; must be in (0, 1)")
+        is_known = self.monitor == PROBED or self.monitor.startswith("val/")
+        if not is_known or self.monitor == "val/loss":
+            raise ValueError(
+                f"monitor: got '{self.monitor}'; accepted: {', '.join(MONITORS)}, or another val/ metric of the "
+                "drafter; the highest value wins"
+            )
+        if self.monitor == PROBED and self.probe_every_n_steps is None:
+            raise ValueError(
+                f"monitor: got '{PROBED}', but probe_every_n_steps is null, so it is never measured; give "
+                f"probe_every_n_steps, or monitor={MONITORS[0]}"
+            )
 
 
 def build_callbacks(
@@ -212,18 +176,32 @@ def build_callbacks(
     optim: OptimConfig,
     config: CallbackConfig,
     console: Console,
-    probe: Probe | None = None,
+    probe: tuple[Probe, Sampling] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> list[Callback]:
-    """All callbacks of a run in the folder `run`: `checkpoints/last.ckpt`, `drafter/`, budget, probe, table, bar."""
+    """All callbacks of a run in the folder `run`: `checkpoints/last.ckpt`, `drafter/`, budget, probe, table, bar.
+
+    `probe`: what decodes, and how it samples. Its teacher-forced counterpart is the greedy number at temperature 0,
+    else the probabilistic one, which is exact at temperature 1.
+    """
     callbacks: list[Callback] = []
     if optim.ema_decay is not None:
         # Buffers are copied, not averaged: the mean of two token ids is another token.
         callbacks.append(EMAWeightAveraging(decay=optim.ema_decay, use_buffers=False))
     callbacks += [StepBudget(), TargetUnchanged(), ParameterTable(console), StepProgress(console)]
+    saver = SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance)
     if probe is not None and config.probe_every_n_steps is not None:
-        callbacks.append(AcceptanceProbe(probe, every_n_steps=config.probe_every_n_steps))
-    callbacks.append(SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance))
+        decoding, sampling = probe
+        callbacks.append(
+            AcceptanceProbe(
+                decoding,
+                every_n_steps=config.probe_every_n_steps,
+                tolerance=config.probe_tolerance,
+                forced="val/accepted_length" if sampling.temperature else "val/accepted_length_greedy",
+                on_measured=saver.offer if config.monitor == PROBED else None,
+            )
+        )
+    callbacks.append(saver)
     steps, minutes = config.save_every_n_steps, config.save_every_minutes
     callbacks.append(LastCheckpoint(run / "checkpoints", every_n_steps=steps, every_minutes=minutes))
     return callbacks

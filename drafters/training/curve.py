@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafters.decoding.report import TRAINING_PICTURE
+from drafters.decoding.render import TRAINING_PICTURE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +18,7 @@ __all__ = ["draw_curve", "read_curve", "save_curve"]
 SERIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("val/accepted_length", "teacher-forced, probabilistic", {"color": "#2457a6", "lw": 2, "marker": "o", "ms": 4}),
     ("val/accepted_length_greedy", "teacher-forced, greedy", {"color": "#9aa4b2", "lw": 2, "marker": "o", "ms": 4}),
-    ("probe/accepted_length", "real decoding, greedy", {"color": "#c8553d", "lw": 0, "marker": "D", "ms": 6}),
+    ("probe/accepted_length", "real decoding", {"color": "#c8553d", "lw": 0, "marker": "D", "ms": 6}),
 )
 AXES = (("minutes", "minutes of training"), ("positions", "draft positions trained on"))
 
@@ -42,7 +42,7 @@ def read_curve(run: Path) -> list[Row]:
         begin = min((row["step"] for row in new), default=math.inf)
         rows = [row for row in rows if row["step"] < begin] + new
     wanted = {column for column, _, _ in SERIES}
-    return [row for row in rows if wanted & row.keys() and all(axis in row for axis, _ in AXES)]
+    return [_own(row) for row in rows if wanted & row.keys() and all(axis in row for axis, _ in AXES)]
 
 
 def draw_curve(rows: Sequence[Row]) -> "Figure":
@@ -68,6 +68,11 @@ def draw_curve(rows: Sequence[Row]) -> "Figure":
     panels[0].legend(frameon=False, loc="lower right", fontsize=9)
     panels[0].set_title("Accepted length (bonus included) over training", loc="left", fontsize=11)
     return figure
+
+
+def _own(row: Row) -> Row:
+    """A row without what a probe repeats of the validation before it."""
+    return row if "probe/accepted_length" not in row else {k: v for k, v in row.items() if not k.startswith("val/")}
 
 
 def _numbers(row: Mapping[str, str | None]) -> Row:

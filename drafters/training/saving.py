@@ -26,9 +26,11 @@ from drafters.errors import ConfigError
 if TYPE_CHECKING:
     from drafters.training.module import DistillModule
 
-__all__ = ["LastCheckpoint", "SaveDrafter", "TrainingInterrupted", "averaged_weights"]
+__all__ = ["PROBED", "LastCheckpoint", "SaveDrafter", "TrainingInterrupted", "averaged_weights", "validation_follows"]
 
 logger = logging.getLogger(__name__)
+
+PROBED = "probe/accepted_length"  # the monitor that is real decoding
 
 
 class TrainingInterrupted(Exception):
@@ -56,7 +58,7 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
 
 
-def _validation_follows(trainer: Trainer) -> bool:
+def validation_follows(trainer: Trainer) -> bool:
     """Whether a validation comes right after this batch; asked at its end, when StepBudget has said whether it is the
     last one. Lightning has no public way to ask."""
     loop = trainer.fit_loop
@@ -106,7 +108,7 @@ class LastCheckpoint(Checkpoint):
         is_wished = pl_module.agreed["stop"] or pl_module.agreed["save"]
         is_time = step % self.every_n_steps == 0 or step == pl_module.total_steps
         self._is_due = has_stepped and (is_wished or is_time)
-        if self._is_due and not _validation_follows(trainer):
+        if self._is_due and not validation_follows(trainer):
             self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
@@ -151,7 +153,8 @@ class LastCheckpoint(Checkpoint):
 
 class SaveDrafter(Callback):
     """Writes `folder` (config.json, model.safetensors) whenever a validation beats the best `monitor` so far (higher is
-    better), with averaged weights if the run averages. Where none gives a number, it holds the last weights."""
+    better), with averaged weights if the run averages. With the monitor PROBED, whoever probes calls `offer` instead.
+    Where none gives a number, and where a finished run has lost its folder, it holds the last weights."""
 
     def __init__(
         self,
@@ -167,36 +170,67 @@ class SaveDrafter(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
-            raise ConfigError(f"monitor: no metric '{self.monitor}'; accepted: {', '.join(sorted(metrics))}")
-        value = float(metrics[self.monitor])
-        is_lost = self.best is not None and not self.folder.exists()
-        if math.isfinite(value) and (self.best is None or is_lost or value > self.best):
-            self.best, self.best_step = value, trainer.global_step
-            self._save(trainer, pl_module, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
-        self._save_without_best(trainer, pl_module, f"no validation gave a finite {self.monitor}")
+        if self.monitor != PROBED:
+            metrics = trainer.callback_metrics
+            self.offer(trainer, pl_module, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
+        self._save_without_best(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not _validation_follows(trainer):
-            self._save_without_best(trainer, pl_module, "no validation ran")
+        if not validation_follows(trainer):
+            self._save_without_best(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
+        if trainer.global_step == pl_module.total_steps and not self._is_there():
+            best = "" if self.best_step is None else f"; the best ones were those of step {self.best_step}"
+            warnings.warn(f"{self.folder} was lost: it is written again with the last weights{best}", stacklevel=2)
+            self._save(trainer, pl_module, {})
+
+    def offer(self, trainer: Trainer, module: "DistillModule", metrics: Mapping[str, float]) -> None:
+        """Save the weights if `metrics[monitor]` beats the best so far; called on all ranks with the same numbers.
+        Raises ConfigError when the monitor is not among the metrics."""
+        if self.monitor not in metrics:
+            raise ConfigError(
+                f"callbacks.monitor: no metric '{self.monitor}'; accepted: {', '.join(sorted({*metrics, PROBED}))}"
+            )
+        value = metrics[self.monitor]
+        is_lost = self.best is not None and not self._is_there()
+        if math.isfinite(value) and (self.best is None or is_lost or value > self.best):
+            self.best, self.best_step = value, trainer.global_step
+            self._save(trainer, module, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_step": self.best_step}
+        return {"monitor": self.monitor, "best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        before = state_dict.get("monitor", self.monitor)
+        if before == self.monitor:
+            self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        else:
+            logger.info("callbacks.monitor was %s, now %s: the best weights are chosen anew", before, self.monitor)
 
-    def _save_without_best(self, trainer: Trainer, module: "DistillModule", reason: str) -> None:
+    def _is_there(self) -> bool:
+        return self.folder.exists() or self.folder.with_name(f"{self.folder.name}.old").exists()
+
+    def _save_without_best(self, trainer: Trainer, module: "DistillModule") -> None:
         # Before the checkpoint of the last step is written: what goes on from that one trains and saves no more.
         if self.best is None and trainer.global_step == module.total_steps:
-            warnings.warn(f"{reason}: the drafter holds the last weights, not the best ones", stacklevel=2)
+            measuring = "probe" if self.monitor == PROBED else "validation"
+            warnings.warn(
+                f"no {measuring} gave a finite {self.monitor}: the drafter holds the last weights, not the best ones",
+                stacklevel=2,
+            )
             self._save(trainer, module, {})
 
-    def _save(self, trainer: Trainer, module: "DistillModule", metrics: dict[str, float]) -> None:
-        facts = {**self.provenance, "step": trainer.global_step, "positions": module.positions, "validation": metrics}
+    def _save(self, trainer: Trainer, module: "DistillModule", metrics: Mapping[str, float]) -> None:
+        facts = {
+            **self.provenance,
+            "step": trainer.global_step,
+            "positions": module.positions,
+            "monitor": self.monitor,
+            "probe" if self.monitor == PROBED else "validation": dict(metrics),
+        }
         with module.clock.paused(), averaged_weights(trainer, module):
             if trainer.is_global_zero:
                 save_drafter(module.drafter, self.folder, spec=module.target_head.spec, provenance=facts)

@@ -36,8 +36,10 @@ def close(got: torch.Tensor, expected: torch.Tensor, *, tolerance: float) -> flo
 
 
 def check_decoding(args: argparse.Namespace) -> Facts:
-    """Float32, temperature 0: drafted and plain texts on CUDA are those of the CPU, for batches of 1 and 3."""
+    """Float32, temperature 0: plain texts and those drafted as chains and as trees on CUDA are those of the CPU, for
+    batches of 1 and 3."""
     from drafters.decoding.loop import DecodeConfig, decode
+    from drafters.decoding.tree import static_tree
     from drafters.target import FrozenTarget
     from tests.copy_drafter import CopyDrafter, sharp_target
 
@@ -57,6 +59,7 @@ def check_decoding(args: argparse.Namespace) -> Facts:
         for name, rows in (
             ("plain", decode(target, None, prompts, config)),
             ("drafted", decode(target, drafter, prompts, config)),
+            ("tree", decode(target, drafter, prompts, replace(config, tree=static_tree([3, 2, 1])))),
         ):
             for row, twin in zip(rows, expected, strict=True):
                 assert row.tokens == twin.tokens, f"{name}, batch {batch_size}, prompt {row.prompt}: another text"

@@ -1,0 +1,65 @@
+# From a plan to trained weights: the drafter that a run starts from, and Lightning's fit with all that watches it.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+
+from drafters.batches import BatchConfig, StatesDataModule
+from drafters.cache import HiddenCache
+from drafters.checkpoint import drafter_of_checkpoint
+from drafters.door import screen
+from drafters.errors import ConfigError
+from drafters.heads.base import Drafter
+from drafters.heads.start import Start
+from drafters.runs import Run
+from drafters.training.callbacks import build_callbacks
+from drafters.training.loggers import remember_wandb
+from drafters.training.module import DistillModule
+from drafters.training.plan import Plan, one_line
+from drafters.training.probing import Probe
+from drafters.training.saving import TrainingInterrupted
+
+__all__ = ["fit", "start_drafter"]
+
+
+def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
+    """A new drafter, or the one of the checkpoint that the run goes on from (its vocabulary is never counted again)."""
+    cls: Any
+    cls, config = plan.drafter
+    torch.manual_seed(plan.data.seed)
+    drafter: Drafter
+    if run.checkpoint is None:
+        drafter = cls.create(config, start.target.spec, start)
+    else:
+        drafter = drafter_of_checkpoint(run.checkpoint, cls, config, start.target.spec)
+    start.check_block_size(drafter.block_size)
+    return drafter
+
+
+def fit(
+    plan: Plan, run: Run, module: DistillModule, cache: HiddenCache, *, probe: Probe, trainer: Callable[..., Trainer]
+) -> None:
+    """Lightning trains; its callbacks write `checkpoints/` and `drafter/`. `trainer` builds a Trainer from what a run
+    adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved."""
+    splits = {name: cache.split(name) for name in ("train", "validation")}
+    batches = BatchConfig(batch_size=plan.data.batch_size, seed=plan.data.seed)
+    data = StatesDataModule(cache, **splits, needs=module.drafter.needs, config=batches)
+    callbacks = build_callbacks(
+        run.folder,
+        optim=plan.optim,
+        config=plan.callbacks,
+        console=screen(),
+        probe=(probe, plan.report.sampling),
+        provenance={"run": plan.name, "data_hash": cache.manifest.key.data_hash, "seed": plan.data.seed},
+    )
+    remember_wandb(run.folder, plan.logger)
+    fitting = trainer(logger=plan.logger, callbacks=callbacks, default_root_dir=str(run.folder))
+    try:
+        fitting.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
+    except TrainingInterrupted as stop:
+        raise KeyboardInterrupt(str(stop)) from stop
+    except MisconfigurationException as error:
+        raise ConfigError(f"trainer: {one_line(error)}") from error

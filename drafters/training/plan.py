@@ -1,0 +1,120 @@
+# What a run was asked for, typed before anything is fetched or written, so that a wrong setting costs nothing. What has
+# to fit the target, the conversations or the cache is checked once these are there. Objects that YAML instantiates (the
+# Trainer, the logger) are built at the door, which knows hydra; what they may be is said here.
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from drafters.cache_writer import CaptureConfig
+from drafters.config import build_config, typed
+from drafters.decoding.measure import MeasureConfig
+from drafters.errors import ConfigError
+from drafters.heads.base import Drafter
+
+if TYPE_CHECKING:
+    import torch
+
+    from drafters.training.callbacks import CallbackConfig
+    from drafters.training.optim import OptimConfig
+
+__all__ = ["Plan", "check_trainer", "one_line", "place", "read_plan"]
+
+# Settings of Lightning's Trainer that are decided elsewhere: the value they keep, and where to turn.
+DECIDED = {
+    "max_steps": (-1, "optim.max_steps or optim.minutes is the length of a run"),
+    "max_epochs": (-1, "optim.max_steps or optim.minutes is the length of a run"),
+    "max_time": (None, "optim.minutes is the length of a run"),
+    "accelerator": ("auto", "device= says where a run computes"),
+    "devices": (1, "several processes come with a later version, and device=cuda:N chooses one GPU"),
+    "precision": ("32-true", "optim.precision says what products run in"),
+    "num_nodes": (1, "several processes come with a later version"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Whether to go on in a folder that was begun with other settings."""
+
+    resume: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What the report is measured on."""
+
+    num_prompts: int
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise ValueError(f"num_prompts: got {self.num_prompts}; accepted: 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The settings of a run. `source` and `data` have the types of the leaf that reads conversations, `logger` is one
+    of Lightning, or False for none."""
+
+    name: str
+    source: Any
+    data: Any
+    cache: CaptureConfig
+    drafter: tuple[type, Any]
+    optim: "OptimConfig"
+    callbacks: "CallbackConfig"
+    report: MeasureConfig
+    num_prompts: int
+    resume: bool
+    logger: Any
+
+
+def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
+    """The plan of plain `settings`; `data` is the dataclass that types their `data`. Raises ConfigError for the first
+    setting that is unknown or wrong."""
+    name = settings["name"]
+    if not name or "/" in str(name):
+        raise ConfigError(f"name: got '{name}'; accepted: the name of a folder, since a run lies in outputs/<name>")
+    measured = dict(settings["report"])
+    held_out = {"num_prompts": measured.pop("num_prompts", "???")}
+    drafter = build_config(settings["drafter"], key="drafter")
+    if issubclass(drafter[0], Drafter) and drafter[0].loss is Drafter.loss:
+        raise ConfigError(
+            f"drafter: '{drafter[1].name}' has nothing to train; measure it with evaluate.py run={drafter[1].name} "
+            "target=NAME, or beside a run with compare="
+        )
+    return Plan(
+        name=str(name),
+        source=build_config(settings["source"], key="source")[1],
+        data=typed(data, settings["data"], key="data"),
+        cache=typed(CaptureConfig, settings["cache"], key="cache"),
+        drafter=drafter,
+        optim=build_config(settings["optim"], key="optim")[1],
+        callbacks=build_config(settings["callbacks"], key="callbacks")[1],
+        num_prompts=typed(HeldOut, held_out, key="report").num_prompts,
+        report=typed(MeasureConfig, measured, key="report"),
+        resume=typed(Resume, {"resume": settings["resume"]}, key="").resume,
+        logger=logger,
+    )
+
+
+def check_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning's Trainer keeps whatever its `settings`. Raises ConfigError where they say otherwise."""
+    for name, (value, reason) in DECIDED.items():
+        if settings.get(name, value) != value:
+            raise ConfigError(f"trainer.{name}: got {settings[name]!r}; accepted: {value}, since {reason}")
+    for name in ("val_check_interval", "accumulate_grad_batches"):
+        if settings.get(name) == 0:
+            raise ConfigError(f"trainer.{name}: got 0; must be above 0")
+    return {name: value for name, (value, _) in DECIDED.items()}
+
+
+def place(device: "torch.device") -> dict[str, Any]:
+    """What makes Lightning's Trainer compute where the target is."""
+    if device.type == "cuda":
+        return {"accelerator": "gpu", "devices": [device.index]}
+    return {"accelerator": device.type, "devices": 1}
+
+
+def one_line(error: Exception) -> str:
+    """The text of a library's error, which may come on several lines."""
+    return " ".join(str(error).split())

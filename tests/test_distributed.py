@@ -1,0 +1,196 @@
+# Several processes as one: the exchanges of two real ranks, and how a failure of one ends both.
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.distributed import Ranks
+from drafters.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parent.parent
+OPENING = """
+import os, sys, time, warnings
+from datetime import timedelta
+warnings.simplefilter("error")
+from drafters.chat import EncodeError
+from drafters.decoding.journal import Journal, UnitKey, UnitResult
+from drafters.decoding.records import Generation, RunTimings
+from drafters.distributed import Ranks
+from drafters.door import door
+from drafters.errors import ConfigError, DataError
+say = lambda *words: sys.stdout.write(" ".join(map(str, words)) + "\\n")
+"""
+RANKS = "with door(), Ranks.from_environment() as ranks:\n"
+
+
+def start(body):
+    """Two processes that run `body` as ranks; their (exit code, stdout, stderr), in the order of ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPENING + body],
+            cwd=ROOT,
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(running, outputs, strict=True)]
+
+
+def test_alone_everything_is_ones_own(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with Ranks.from_environment() as ranks:
+        assert (ranks.rank, ranks.size, ranks.local_rank, ranks.is_first) == (0, 1, 0, True)
+        assert ranks.gather([1, 2]) == ranks.mine([1, 2]) == [1, 2]
+        assert ranks.share("value") == "value"
+        ranks.barrier()
+        ranks.agree(None)
+        with pytest.raises(DataError, match="mine"):
+            ranks.agree(DataError("mine"))
+    with pytest.raises(DataError, match="leaves"), Ranks.from_environment():
+        raise DataError("leaves")
+
+
+def test_shares_are_disjoint_and_complete():
+    items = list(range(11))
+    parts = [Ranks(rank=rank, size=3).mine(items) for rank in range(3)]
+    assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8]]
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+    second = Ranks(rank=5, size=8, local_rank=1)
+    assert second.device("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert second.device(None) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert second.device(None) == "cuda:1"
+    assert Ranks().device(None) is None
+
+
+def test_half_an_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"WORLD_SIZE: got 2 .* RANK, LOCAL_RANK, .*torchrun"),
+        Ranks.from_environment(),
+    ):
+        pass
+
+
+def test_two_ranks_exchange_and_write_one_journal(tmp_path):
+    body = f"""
+    from pathlib import Path
+    for resume in (False, True):
+        with Journal(Path({str(tmp_path)!r}), "f", resume=resume, ranks=ranks) as journal:
+            say(len(journal))
+            if not resume:
+                journal.add(UnitKey("speed", "a", 0, (ranks.rank,)), UnitResult([Generation(ranks.rank)], RunTimings()))
+            ranks.barrier()
+    say(ranks.rank, ranks.size, ranks.local_rank, ranks.is_first)
+    say(ranks.gather([(number, ranks.rank) for number in ranks.mine(range(5))]))
+    say(ranks.share("first" if ranks.is_first else "second"))
+    say(ranks.gather([] if ranks.is_first else [None]))
+    ranks.agree(None)
+"""
+    first, second = start(RANKS + body)
+    same = ["[(0, 0), (2, 0), (4, 0), (1, 1), (3, 1)]", "first", "[None]"]
+    assert first == (0, "\n".join(["0", "2", "0 2 0 True", *same, ""]), "")
+    assert second == (0, "\n".join(["0", "2", "1 2 1 False", *same, ""]), "")
+
+
+@pytest.mark.parametrize("meanwhile", ["ranks.gather([1])", "pass"])
+def test_an_error_of_one_rank_ends_all_with_its_message_once(meanwhile):
+    body = f"""
+    if ranks.is_first:
+        {meanwhile}
+    else:
+        raise EncodeError("prompt 7: refused", reason="refused")
+"""
+    assert start(RANKS + body) == [(1, "", "error: prompt 7: refused\n"), (0, "", "")]
+
+
+def test_an_error_that_is_handed_in_is_caught_alike_on_all():
+    body = """
+    try:
+        ranks.agree(None if ranks.is_first else ConfigError("length: got 9"))
+    except ConfigError as error:
+        say("caught", error)
+        raise
+"""
+    caught = "caught length: got 9\n"
+    assert start(RANKS + body) == [(1, caught, "error: length: got 9\n"), (0, caught, "")]
+
+
+def test_a_rank_that_dies_is_noticed_at_once():
+    body = """
+    if ranks.is_first:
+        ranks.barrier()
+    else:
+        os._exit(9)
+"""
+    first, second = start(RANKS + body)
+    assert second[0] == 9
+    assert first[0] == 1
+    assert first[2].startswith("error: rank 0: another of the 2 processes ended or gave no answer")
+    assert first[2].count("\n") == 1
+
+
+def test_a_rank_that_hangs_is_given_up_in_time():
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+with door(), Ranks.from_environment(timeout=timedelta(seconds=1)) as ranks:
+    if ranks.is_first:
+        ranks.barrier()
+    else:
+        time.sleep(3)
+        os._exit(0)
+"""
+    first, _ = start(body)
+    assert first[0] == 1
+    assert "gave no answer" in first[2]
+
+
+def test_ranks_that_do_different_things_are_a_bug():
+    body = """
+    ranks.gather([]) if ranks.is_first else ranks.barrier()
+"""
+    for code, _, stderr in start(RANKS + body):
+        assert code == 1
+        assert "AssertionError: ranks do different things: ['barrier', 'gather']" in stderr
+
+
+def test_torchrun_starts_them_and_a_group_of_others_is_used(tmp_path):
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+with Ranks.from_environment() as ranks:
+    say(ranks.gather([ranks.rank]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(OPENING + body)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[0, 1]") == 2
