@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafters.decoding.records import Generation, Round, RoundCost, RunTimings
 from drafters.decoding.sampling import Draws, RowStreams, Uniforms, penalised, sample
+from drafters.decoding.tree import Tree
 from drafters.decoding.verify import empty_proposal, seen_after, verify_chain
 from drafters.decoding.verify_tree import verify_tree
 from drafters.heads.base import Drafter, Session
@@ -63,17 +64,23 @@ class _Rows(NamedTuple):
 
 
 class LiveBatch:
-    """Decodes up to `config.batch_size` rows at a time; `live` are in work, `done` have ended."""
+    """Decodes up to `config.batch_size` rows at a time; `live` are in work, `done` have ended. No round drafts more
+    than `num_slots` tokens a row."""
 
     def __init__(
-        self, target: "FrozenTarget", drafter: Drafter | None, config: "DecodeConfig", timings: RunTimings
+        self,
+        target: "FrozenTarget",
+        drafter: Drafter | None,
+        config: "DecodeConfig",
+        *,
+        num_slots: int,
+        timings: RunTimings,
     ) -> None:
         self.target, self.drafter, self.config, self.timings = target, drafter, config, timings
-        self.sampling, self.tree = config.sampling, config.tree if drafter is not None else None
+        self.sampling = config.sampling
         self.needs = drafter.needs if drafter is not None else Needs()
         self.stop_ids = frozenset(target.spec.eos_ids if config.stop_ids is None else config.stop_ids)
-        asked = config.length if config.length is not None else drafter.block_size if drafter is not None else 0
-        self.num_slots = self.tree.size if self.tree else max(asked) if isinstance(asked, tuple) else asked
+        self.num_slots = num_slots
         self.clock = _Clock(target.device)
         self.live: list[Generation] = []
         self.done: list[Generation] = []
@@ -118,13 +125,13 @@ class LiveBatch:
             session.extend(tokens_BT, lengths_B, anchor_B, out.aux_BSLD, out.last_BSD)
         return _Rows(cache, session, anchor_B, lengths_B + 1, streams, seen_BV)
 
-    def round(self, asked: int, on_round: OnRound | None) -> None:
-        """Draft up to `asked` tokens a row, verify them in one target pass, and advance every row."""
+    def round(self, shape: int | Tree, on_round: OnRound | None) -> None:
+        """Draft a chain of up to `shape` tokens a row, or a tree, verify it in one target pass, and advance rows."""
         assert self.rows is not None
         rows = self.rows
         self.clock.lap()
         uniforms = None if rows.streams is None else rows.streams.round(self.num_slots)
-        proposal = self._propose(asked, uniforms)
+        proposal = self._propose(shape, uniforms)
         draft_s = self.clock.lap()
         proposed = proposal.lengths_B.tolist()
         length = proposal.tokens_BS.shape[1]
@@ -138,7 +145,7 @@ class LiveBatch:
         kept = self._verify(proposal, out.logits_BSV, uniforms)
         context_B = rows.context_B + kept.accepted_B + 1
         self._roll_back(kept, context_B, length)
-        self._record(proposed, kept, tokens_BS, asked, on_round)
+        self._record(proposed, kept, tokens_BS, shape, on_round)
         overhead_s += self.clock.lap()
         self.rows = rows._replace(anchor_B=kept.next_B, context_B=context_B)
         self._extend(tokens_BS, kept, out)
@@ -148,18 +155,18 @@ class LiveBatch:
         overhead_s += self.clock.lap()
         self.timings.rounds.append(RoundCost(num_rows, length, draft_s, verify_s, overhead_s))
 
-    def _propose(self, asked: int, uniforms: Uniforms | None) -> Proposal:
+    def _propose(self, shape: int | Tree, uniforms: Uniforms | None) -> Proposal:
         assert self.rows is not None
         # The pass adds a token itself, so of a chain more than `left` - 1 drafts could never enter the text.
         left = [self.config.max_new_tokens - len(row.tokens) for row in self.live]
-        length = min(asked, max(left) - 1)
+        length = min(shape if isinstance(shape, int) else shape.size, max(left) - 1)
         if self.rows.session is None or length == 0:
             return empty_proposal(len(self.live), self.target.device)
         draws = Draws(self.sampling, None if uniforms is None else uniforms.draft_BS, self.rows.seen_BV)
         room_B = torch.tensor(left, device=self.target.device) - 1
-        if self.tree is not None:
+        if isinstance(shape, Tree):
             # A row without room drafts nothing, as it would alone.
-            proposal = self.rows.session.propose_tree(self.tree, draws)
+            proposal = self.rows.session.propose_tree(shape, draws)
             return replace(proposal, lengths_B=torch.where(room_B > 0, proposal.lengths_B, 0))
         proposal = self.rows.session.propose(length, draws)
         if min(left) <= length:
@@ -196,13 +203,13 @@ class LiveBatch:
             self.rows.cache.rollback(context_B - 1)
 
     def _record(
-        self, proposed: list[int], kept: _Kept, tokens_BS: Tensor, asked: int, on_round: OnRound | None
+        self, proposed: list[int], kept: _Kept, tokens_BS: Tensor, shape: int | Tree, on_round: OnRound | None
     ) -> None:
         """Write the round into each row's text and history."""
         assert self.rows is not None
         paths = None if kept.path_BD is None else kept.path_BD.tolist()
         columns = (kept.accepted_B.tolist(), tokens_BS.tolist(), kept.next_B.tolist(), self.rows.context_B.tolist())
-        deepest = asked if self.tree is None else max(self.tree.depths)
+        deepest = shape if isinstance(shape, int) else shape.max_depth
         for b, (accepted, fed, added, context) in enumerate(zip(*columns, strict=True)):
             row, slots = self.live[b], () if paths is None else tuple(paths[b][:accepted])
             # Before the outcome is known: whether this round would fit must not depend on how it went.

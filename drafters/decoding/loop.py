@@ -27,14 +27,14 @@ __all__ = ["DecodeConfig", "Generation", "OnRound", "Round", "RoundCost", "RunTi
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """How to decode. `length` is the number of drafts a round: None = the drafter's block size, 0 = none, a tuple is
-    cycled round by round (how costs are profiled). `tree` drafts that tree instead of a chain. `stop_ids` None = the
-    target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have the
-    same seed, one each; None = their places."""
+    cycled round by round (how costs are profiled). `tree` drafts that tree (or these in turn) instead. `stop_ids` None =
+    the target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have
+    the same seed, one each; None = their places."""
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     length: int | tuple[int, ...] | None = None
-    tree: Tree | None = None
+    tree: Tree | tuple[Tree, ...] | None = None
     seed: int = 0
     numbers: tuple[int, ...] | None = None
     stop_ids: tuple[int, ...] | None = None
@@ -58,15 +58,17 @@ def decode(
     every row of every round. Times are added to `timings`. The rows come back in the order of `prompts`. Raises
     ConfigError and DataError for settings out of range and for prompts that do not fit.
     """
-    lengths = _lengths(drafter, config)
-    drafter = drafter if max(lengths) > 0 else None
-    _check(target, drafter, prompts, config)
+    shapes = _shapes(drafter, config)
+    drafter = None if shapes == (0,) else drafter
+    _check(target, prompts, config)
     numbers = range(len(prompts)) if config.numbers is None else config.numbers
     waiting = deque(
         (i, prompt, (config.seed << 32) + number)
         for i, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
     )
-    batch = LiveBatch(target, drafter, config, timings if timings is not None else RunTimings())
+    num_slots = max(shape if isinstance(shape, int) else shape.size for shape in shapes)
+    timings = RunTimings() if timings is None else timings
+    batch = LiveBatch(target, drafter, config, num_slots=num_slots, timings=timings)
     num_rounds = 0
     with torch.inference_mode():
         while waiting or batch.live:
@@ -74,16 +76,25 @@ def decode(
                 count = min(config.batch_size - len(batch.live), len(waiting))
                 batch.admit([waiting.popleft() for _ in range(count)])
             if batch.live:
-                batch.round(lengths[num_rounds % len(lengths)], on_round)
+                batch.round(shapes[num_rounds % len(shapes)], on_round)
                 num_rounds += 1
     return sorted(batch.done, key=lambda generation: generation.prompt)
 
 
-def _lengths(drafter: Drafter | None, config: DecodeConfig) -> tuple[int, ...]:
+def _shapes(drafter: Drafter | None, config: DecodeConfig) -> tuple[int | Tree, ...]:
+    """What is drafted, round by round in turn: chains of these lengths, or trees."""
     if drafter is None:
         return (0,)
     if config.tree is not None:
-        return (config.tree.size,)
+        trees = config.tree if isinstance(config.tree, tuple) else (config.tree,)
+        if not drafter.drafts_trees:
+            raise ConfigError(f"tree: {type(drafter).__name__} drafts no trees; accepted: null, for chains")
+        deepest = max(tree.max_depth for tree in trees)
+        if deepest > drafter.block_size:
+            raise ConfigError(
+                f"tree: it has {deepest} levels; accepted: up to {drafter.block_size}, the drafter's block size"
+            )
+        return trees
     asked = drafter.block_size if config.length is None else config.length
     lengths = asked if isinstance(asked, tuple) else (asked,)
     for length in lengths:
@@ -92,19 +103,11 @@ def _lengths(drafter: Drafter | None, config: DecodeConfig) -> tuple[int, ...]:
     return lengths
 
 
-def _check(target: "FrozenTarget", drafter: Drafter | None, prompts: Sequence[Tensor], config: DecodeConfig) -> None:
+def _check(target: "FrozenTarget", prompts: Sequence[Tensor], config: DecodeConfig) -> None:
     check_sampling(config.sampling)
     for name, value in (("max_new_tokens", config.max_new_tokens), ("batch_size", config.batch_size)):
         if value < 1:
             raise ConfigError(f"{name}: got {value}; accepted: 1 or more")
-    if drafter is not None and config.tree is not None:
-        if not drafter.drafts_trees:
-            raise ConfigError(f"tree: {type(drafter).__name__} drafts no trees; accepted: null, for chains")
-        if max(config.tree.depths) > drafter.block_size:
-            raise ConfigError(
-                f"tree: it has {max(config.tree.depths)} levels; accepted: up to {drafter.block_size}, the drafter's "
-                "block size"
-            )
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise DataError(f"prompt {i}: it has no tokens; give at least one")

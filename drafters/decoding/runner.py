@@ -168,14 +168,17 @@ class Runner:
     def profile(
         self, units: Sequence[Unit], shapes: Mapping[str, Sequence[int | Tree]], num_rounds: int
     ) -> dict[str, list[RoundCost]]:
-        """Costs of real rounds of every contestant at each of its `shapes` (chain lengths, cycled round by round, or
-        trees), beside the baseline on the same prompts, until each was timed `num_rounds` times or the prompts end.
-        The numbers of a tree's rounds are its size."""
+        """Costs of real rounds of every contestant whose drafts take its `shapes` in turn (chain lengths, or trees, whose
+        lengths in the costs are their sizes), beside the baseline on the same prompts, until each was timed `num_rounds`
+        times or the prompts end."""
         costs: dict[str, list[RoundCost]] = {name: [] for name in (*shapes, PLAIN)}
         mine = self.ranks.mine(units) or units[:1]
         for unit in mine:
             for name, wanted in shapes.items():
-                costs[name] += self._profiled(name, wanted, unit, num_rounds=num_rounds)
+                shift = unit.index % len(wanted)
+                field = "length" if isinstance(wanted[0], int) else "tree"
+                turns = {field: (*wanted[shift:], *wanted[:shift])}
+                costs[name] += self.run("costs", name, unit, **turns).timings.rounds
             costs[PLAIN] += self.run("costs", PLAIN, unit).timings.rounds
             fewest = min(
                 sum(cost.length == (one if isinstance(one, int) else one.size) for cost in costs[name])
@@ -187,18 +190,6 @@ class Runner:
                 break
         everyone = self.ranks.gather([costs])
         return {name: [cost for part in everyone for cost in part[name]] for name in costs}
-
-    def _profiled(self, name: str, wanted: Sequence[int | Tree], unit: Unit, *, num_rounds: int) -> list[RoundCost]:
-        lengths = [one for one in wanted if isinstance(one, int)]
-        found: list[RoundCost] = []
-        if lengths:
-            shift = unit.index % len(lengths)
-            found += self.run("costs", name, unit, length=(*lengths[shift:], *lengths[:shift])).timings.rounds
-        # A tree has no shorter rounds among its own, so a short text is enough.
-        few = min(self.config.max_new_tokens, 3 * num_rounds)
-        for tree in (one for one in wanted if isinstance(one, Tree)):
-            found += self.run("costs", name, unit, tree=tree, max_new_tokens=few).timings.rounds
-        return found
 
     def _merged(self, done: list[tuple[str, Run]], names: Sequence[str]) -> dict[str, list[Run]]:
         everything = sorted(self.ranks.gather(done), key=lambda pair: pair[1].unit.index)
