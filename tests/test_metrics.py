@@ -185,12 +185,12 @@ def test_context_buckets_cover_every_length_once():
     ]
 
 
-def test_costs_are_medians_of_the_fullest_batches():
+def test_costs_are_means_of_the_fullest_batches_without_the_slowest_tenth():
     rounds = [RoundCost(2, 1, d, 10.0, 1.0) for d in (1.0, 2.0, 90.0)]
     rounds += [RoundCost(1, 1, 0.1, 5.0, 0.1), RoundCost(2, 3, 4.0, 14.0, 1.0)]
     baseline = [RoundCost(2, 0, 0.0, 7.0, 1.0), RoundCost(1, 0, 0.0, 3.0, 1.0)]
     costs = metrics.costs_from(rounds, baseline)
-    assert costs.draft_s == {1: 2.0, 3: 4.0}
+    assert costs.draft_s == {1: 1.5, 3: 4.0}
     assert costs.round_s(1) == 13
     assert costs.step_s == 8
 

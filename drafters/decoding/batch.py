@@ -131,7 +131,10 @@ class LiveBatch:
         rows = self.rows
         self.clock.lap()
         uniforms = None if rows.streams is None else rows.streams.round(self.num_slots)
-        proposal = self._propose(shape, uniforms)
+        # The pass adds a token itself, so of a chain more than `left` - 1 drafts could never enter the text.
+        left = [self.config.max_new_tokens - len(row.tokens) for row in self.live]
+        asked = min(shape, max(left) - 1) if isinstance(shape, int) else shape.size if max(left) > 1 else 0
+        proposal = self._propose(shape, asked, left, uniforms)
         draft_s = self.clock.lap()
         proposed = proposal.lengths_B.tolist()
         length = proposal.tokens_BS.shape[1]
@@ -153,14 +156,11 @@ class LiveBatch:
         num_rows = len(self.live)
         self._drop_finished()
         overhead_s += self.clock.lap()
-        self.timings.rounds.append(RoundCost(num_rows, length, draft_s, verify_s, overhead_s))
+        self.timings.rounds.append(RoundCost(num_rows, asked, draft_s, verify_s, overhead_s))
 
-    def _propose(self, shape: int | Tree, uniforms: Uniforms | None) -> Proposal:
+    def _propose(self, shape: int | Tree, asked: int, left: list[int], uniforms: Uniforms | None) -> Proposal:
         assert self.rows is not None
-        # The pass adds a token itself, so of a chain more than `left` - 1 drafts could never enter the text.
-        left = [self.config.max_new_tokens - len(row.tokens) for row in self.live]
-        length = min(shape if isinstance(shape, int) else shape.size, max(left) - 1)
-        if self.rows.session is None or length == 0:
+        if self.rows.session is None or asked == 0:
             return empty_proposal(len(self.live), self.target.device)
         draws = Draws(self.sampling, None if uniforms is None else uniforms.draft_BS, self.rows.seen_BV)
         room_B = torch.tensor(left, device=self.target.device) - 1
@@ -168,8 +168,8 @@ class LiveBatch:
             # A row without room drafts nothing, as it would alone.
             proposal = self.rows.session.propose_tree(shape, draws)
             return replace(proposal, lengths_B=torch.where(room_B > 0, proposal.lengths_B, 0))
-        proposal = self.rows.session.propose(length, draws)
-        if min(left) <= length:
+        proposal = self.rows.session.propose(asked, draws)
+        if min(left) <= asked:
             proposal = proposal.cut(torch.minimum(proposal.lengths_B, room_B))
         return proposal.cut(proposal.lengths_B)
 

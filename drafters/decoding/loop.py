@@ -27,8 +27,8 @@ __all__ = ["DecodeConfig", "Generation", "OnRound", "Round", "RoundCost", "RunTi
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """How to decode. `length` is the number of drafts a round: None = the drafter's block size, 0 = none, a tuple is
-    cycled round by round (how costs are profiled). `tree` drafts that tree (or these in turn) instead. `stop_ids` None =
-    the target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have
+    cycled round by round (how costs are profiled). `tree` drafts that tree (or these in turn) instead. `stop_ids` None
+    = the target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have
     the same seed, one each; None = their places."""
 
     max_new_tokens: int = 256

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def expected_length(acceptances: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Median seconds by draft length, measured. `draft_s[k]`: drafting k tokens and reading the verified ones;
+    """Seconds by draft length, measured. `draft_s[k]`: drafting k tokens and reading the verified ones;
     `verify_s[k]`: the target's pass on k + 1 tokens; `overhead_s[k]`: the loop's rest. `step_s`: one round of the
     autoregressive baseline in the same loop, its overhead included."""
 
@@ -178,24 +178,21 @@ class Costs:
 
 
 def costs_from(rounds: Sequence[RoundCost], baseline: Sequence[RoundCost]) -> Costs:
-    """Medians of measured rounds. Of each length, the rounds with the most rows count: a batch that is emptying is
-    cheaper than the one that is asked about."""
-    by_length = {k: _fullest([r for r in rounds if r.length == k]) for k in sorted({r.length for r in rounds})}
-
-    def medians(part: Callable[[RoundCost], float]) -> dict[int, float]:
-        return {k: median(part(r) for r in kept) for k, kept in by_length.items()}
-
+    """Means of measured rounds without the slowest tenth, which is the machine's doing. Of each length, the rounds with
+    the most rows count: a batch that is emptying is cheaper than the one that is asked about."""
+    by_length = {k: _typical([r for r in rounds if r.length == k]) for k in sorted({r.length for r in rounds})}
     return Costs(
-        step_s=median(r.draft_s + r.verify_s + r.overhead_s for r in _fullest(baseline)),
-        draft_s=medians(lambda r: r.draft_s),
-        verify_s=medians(lambda r: r.verify_s),
-        overhead_s=medians(lambda r: r.overhead_s),
+        step_s=fmean(r.seconds for r in _typical(baseline)),
+        draft_s={k: fmean(r.draft_s for r in kept) for k, kept in by_length.items()},
+        verify_s={k: fmean(r.verify_s for r in kept) for k, kept in by_length.items()},
+        overhead_s={k: fmean(r.overhead_s for r in kept) for k, kept in by_length.items()},
     )
 
 
-def _fullest(rounds: Sequence[RoundCost]) -> list[RoundCost]:
+def _typical(rounds: Sequence[RoundCost]) -> list[RoundCost]:
     most = max(r.rows for r in rounds)
-    return [r for r in rounds if r.rows == most]
+    full = sorted((r for r in rounds if r.rows == most), key=lambda r: r.seconds)
+    return full[: max(1, len(full) * 9 // 10)]
 
 
 def choose_length(costs: Costs, accepted_lengths: Mapping[int, float]) -> int:

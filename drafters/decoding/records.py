@@ -22,14 +22,19 @@ class Round(NamedTuple):
 
 
 class RoundCost(NamedTuple):
-    """Seconds of one round of `rows` rows, of which the longest draft had `length` tokens. Draft: propose and extend.
-    Verify: the target's pass. Overhead: everything else in the loop."""
+    """Seconds of one round of `rows` rows that were asked for `length` drafts each (a drafter may propose fewer).
+    Draft: propose and extend. Verify: the target's pass. Overhead: everything else in the loop."""
 
     rows: int
     length: int
     draft_s: float
     verify_s: float
     overhead_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole round."""
+        return self.draft_s + self.verify_s + self.overhead_s
 
 
 @dataclass

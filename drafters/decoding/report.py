@@ -66,7 +66,7 @@ CONTRACT_KEYS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LengthCost:
-    """A row of the cost table: measured medians at one draft length, and what they predict. `accepted_length` comes
+    """A row of the cost table: measured at one draft length, and what they predict. `accepted_length` comes
     from the acceptances of the full block; `single_steps_ms` is what the baseline needs for as many tokens."""
 
     length: int
@@ -113,7 +113,7 @@ class Report:
     rounds with n accepted drafts; `verify_rate` = accepted / proposed drafts. With a `tree` ({"parents", "ranks"}, see
     tree.Tree) positions are depths, `block_size` is its depth and `draft_length` its size.
     Speed, at `draft_length`, of both loops interleaved: tokens per second exclude prefill and the token it gives;
-    `end_to_end_speedup` includes both. `draft_ms` (propose and extend), `verify_ms`, `overhead_ms` are medians per
+    `end_to_end_speedup` includes both. `draft_ms` (propose and extend), `verify_ms`, `overhead_ms` are means per
     round, `baseline_step_ms` that of a baseline round; `overhead_share` is the loop's share of all decode seconds;
     `verify_to_step` = verify_ms / baseline_step_ms. `predicted_speedup` comes from `costs`, measured before, and the
     acceptances above; `prediction` from other prompts.
