@@ -109,6 +109,8 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
     config = typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="")
     wanted = typed(PromptConfig, {name: plain[name] for name in PROMPTS}, key="")
+    if choice.task == "show" and wanted.num_prompts is None:
+        wanted = replace(wanted, num_prompts=1)
     _, source = build_config(cfg.source, key="source")
     entries = find_entries(choice.names, plain["baselines"], key="run" if choice.compare is None else "compare")
     node = target_node(entries, plain.get("target"))
@@ -154,9 +156,12 @@ def show(task: Task) -> None:
     from drafters.decoding.measure import check_settings, tree_of
     from drafters.decoding.show import watch
     from drafters.door import say, screen
+    from drafters.errors import ConfigError
 
     (contestant,) = task.contestants.values()
     drafter, config = contestant.drafter, task.config
+    if config.tree == "auto":
+        raise ConfigError("tree: got auto, which needs a measurement; with task=show give null, or such as [3,2,1]")
     check_settings(drafter, task.dialogues, config)
     decoding = DecodeConfig(
         max_new_tokens=config.max_new_tokens,

@@ -191,7 +191,7 @@ def test_costs_are_means_of_the_fullest_batches_without_the_slowest_tenth():
     baseline = [RoundCost(2, 0, 0.0, 7.0, 1.0), RoundCost(1, 0, 0.0, 3.0, 1.0)]
     costs = metrics.costs_from(rounds, baseline)
     assert costs.draft_s == {1: 1.5, 3: 4.0}
-    assert costs.round_s(1) == 13
+    assert costs.round_s(1) == 12.5
     assert costs.step_s == 8
 
 

@@ -168,9 +168,9 @@ class Runner:
     def profile(
         self, units: Sequence[Unit], shapes: Mapping[str, Sequence[int | Tree]], num_rounds: int
     ) -> dict[str, list[RoundCost]]:
-        """Costs of real rounds of every contestant whose drafts take its `shapes` in turn (chain lengths, or trees, whose
-        lengths in the costs are their sizes), beside the baseline on the same prompts, until each was timed `num_rounds`
-        times or the prompts end."""
+        """Costs of real rounds of every contestant whose drafts take its `shapes` in turn (chain lengths, or trees,
+        whose lengths in the costs are their sizes), beside the baseline on the same prompts, until each was timed
+        `num_rounds` times or the prompts end."""
         costs: dict[str, list[RoundCost]] = {name: [] for name in (*shapes, PLAIN)}
         mine = self.ranks.mine(units) or units[:1]
         for unit in mine:
