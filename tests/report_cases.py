@@ -1,12 +1,12 @@
 # Reports made by hand, for what reads them: numbers that agree with each other, and the odd shapes that runs can have.
 
 import math
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import accumulate
 from operator import mul
 
 from drafters.decoding.metrics import expected_length
-from drafters.decoding.report import LengthCost, Part, Prediction, Report
+from drafters.decoding.report import LengthCost, Part, Prediction, PromptCounts, Report, UnitSpeed
 
 NAN = math.nan
 
@@ -19,7 +19,7 @@ def same(left, right):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, Report | Part | LengthCost | Prediction):
+    if is_dataclass(left):
         return type(left) is type(right) and same(vars(left), vars(right))
     return left == right
 
@@ -54,6 +54,22 @@ def part(*, prompts=10, tokens_per_second=64.2, baseline=40.1, length=2.5):
         baseline_tokens_per_second=baseline,
         speedup=tokens_per_second / baseline,
     )
+
+
+def prompts_of(lengths, rounds=1000):
+    """Prompts with these accepted lengths."""
+    return [
+        PromptCounts(prompt=i, source="maths", turn=0, tokens=round(length * rounds), rounds=rounds)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def units_of(speedups):
+    """Units of 25 seconds each with these speed-ups over plain decoding."""
+    return [
+        UnitSpeed(unit=i, tokens=round(1000 * s), seconds=25.0, baseline_tokens=1000, baseline_seconds=25.0)
+        for i, s in enumerate(speedups)
+    ]
 
 
 def case(*, block_size=4, sources=("maths", "chat"), first=0.82, **changes):
@@ -107,6 +123,8 @@ def case(*, block_size=4, sources=("maths", "chat"), first=0.82, **changes):
         by_source={name: part(prompts=5 + i) for i, name in enumerate(sources)},
         by_turn={"1": part()},
         by_context={"0-255": part(tokens_per_second=NAN, baseline=NAN)},
+        per_prompt=prompts_of([length] * 20, rounds=50),
+        per_unit=units_of([64.2 / 40.1] * 20),
         divergences={"prompts": 0, "compared": 20, "first": []},
         provenance={"command": "evaluate.py", "target": {"name": "tiny"}},
     )
@@ -132,6 +150,8 @@ def unmeasured(report):
         prediction=Prediction(speedup=NAN, accepted_length=NAN, prompts=0, error=NAN),
         costs=[replace(row, draft_ms=NAN, predicted_speedup=NAN, single_steps_ms=NAN) for row in report.costs],
         by_source={"chat": part(tokens_per_second=NAN, baseline=NAN)},
+        per_prompt=prompts_of([1.0] * 20, rounds=50),
+        per_unit=[],
     )
 
 

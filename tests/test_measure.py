@@ -61,6 +61,20 @@ def test_the_report_holds_the_contract_and_agrees_with_itself(report):
     assert {"drafters", "python", "torch", "transformers"} == set(report.provenance["versions"])
 
 
+def test_prompts_and_units_add_up_to_the_whole(report):
+    assert [one.prompt for one in report.per_prompt] == list(range(6))
+    assert [one.source for one in report.per_prompt] == ["maths"] * 4 + ["chat"] * 2
+    assert {one.turn for one in report.per_prompt} == {0}
+    sums = [sum(getattr(one, name) for one in report.per_prompt) for name in ("tokens", "rounds")]
+    assert sums == [report.tokens, report.rounds]
+    assert [one.unit for one in report.per_unit] == list(range(6))
+    tokens, seconds = (sum(getattr(one, name) for one in report.per_unit) for name in ("tokens", "seconds"))
+    assert report.tokens_per_second == pytest.approx(tokens / seconds)
+    assert report.baseline_tokens_per_second == pytest.approx(
+        sum(one.baseline_tokens for one in report.per_unit) / sum(one.baseline_seconds for one in report.per_unit)
+    )
+
+
 def test_measured_reports_read_back(report, tmp_path):
     report.save(tmp_path)
     back = Report.load(tmp_path / "report.json")
@@ -142,11 +156,11 @@ def acceptance_of(report):
     parts = {}
     for kind in ("by_source", "by_turn", "by_context"):
         for name, part in getattr(report, kind).items():
-            parts[kind, name] = {
-                f.name: getattr(part, f.name) for f in fields(part) if "second" not in f.name and f.name != "speedup"
-            }
+            shared = [f.name for f in fields(part) if "second" not in f.name and f.name != "speedup"]
+            # As text, in which NaN, the bounds of what one prompt says, equals NaN.
+            parts[kind, name] = repr({name: getattr(part, name) for name in shared})
     names = ("accepted_length", "accepted_length_ci95", "acceptance_by_position", "acceptance_by_position_ci95")
-    names += ("survival_by_position", "accepted_histogram", "verify_rate", "prompts", "rounds", "tokens")
+    names += ("survival_by_position", "accepted_histogram", "verify_rate", "prompts", "rounds", "tokens", "per_prompt")
     return {**{name: getattr(report, name) for name in names}, "parts": parts}
 
 

@@ -1,6 +1,7 @@
 # The formulas, on rounds and costs small enough to count by hand.
 
 import math
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -96,12 +97,14 @@ def test_bootstrap_is_seeded_by_prompt_and_knows_its_edges():
     assert metrics.bootstrap_ci(pairs, seed=1) == metrics.bootstrap_ci(pairs, seed=1)
     low, high = metrics.bootstrap_ci(pairs, seed=1)
     assert 1 <= low < 23 / 12 < high <= 3
-    assert metrics.bootstrap_ci([(10.0, 5.0)], seed=0) == (2.0, 2.0)
-    assert all(math.isnan(bound) for bound in metrics.bootstrap_ci([], seed=0))
+    # One prompt says nothing about others, however many there are that count nothing.
+    for few in ([], [(10.0, 5.0)], [(10.0, 5.0), (0.0, 0.0)]):
+        assert all(math.isnan(bound) for bound in metrics.bootstrap_ci(few, seed=0))
+    assert metrics.bootstrap_ci([(10.0, 5.0)] * 2, seed=0) == (2.0, 2.0)
 
 
 def naive_interval(prompts, statistic, *, seed, num_resamples=2000):
-    """Resample whole prompts by hand; numbers 2.5 % from either end, interpolated."""
+    """Resample whole prompts by hand; numbers of a small share from either end, interpolated."""
     generator = torch.Generator().manual_seed(seed)
     values = []
     for row in torch.randint(len(prompts), (num_resamples, len(prompts)), generator=generator).tolist():
@@ -115,7 +118,26 @@ def naive_interval(prompts, statistic, *, seed, num_resamples=2000):
         high = min(low + 1, len(values) - 1)
         return values[low] + (values[high] - values[low]) * (place - low)
 
-    return at(0.025), at(0.975)
+    tail = metrics.tail_share(len(prompts))
+    return at(tail), at(1 - tail)
+
+
+@pytest.mark.parametrize(("num", "quantile"), [(4, 3.182), (6, 2.571), (11, 2.228), (21, 2.086), (101, 1.984)])
+def test_few_prompts_widen_an_interval_by_student(num, quantile):
+    expected = NormalDist().cdf(-math.sqrt(num / (num - 1)) * quantile)
+    assert metrics.tail_share(num) == pytest.approx(expected, rel=0.12)
+    assert metrics.tail_share(10**6) == pytest.approx(0.025, rel=1e-3)
+
+
+@pytest.mark.parametrize("num", [6, 10])
+def test_intervals_of_few_prompts_cover_the_truth(num):
+    generator = torch.Generator().manual_seed(1)
+    hits, trials = 0, 300
+    for trial in range(trials):
+        pairs = [(float(x), 1.0) for x in 2 + 0.5 * torch.randn(num, generator=generator)]
+        low, high = metrics.bootstrap_ci(pairs, seed=trial, num_resamples=600)
+        hits += low <= 2 <= high
+    assert 0.9 <= hits / trials <= 0.99
 
 
 PROMPTS = [
@@ -134,7 +156,8 @@ def test_intervals_equal_those_of_resampling_by_hand():
     found = metrics.accepted_length_ci([*PROMPTS, CUT, []], seed=4)
     assert found == pytest.approx(naive_interval(PROMPTS, length, seed=4))
     assert found[0] < length(PROMPTS) < found[1]
-    assert found != metrics.accepted_length_ci(PROMPTS, seed=5)
+    many = [(i % 7 + 0.1 * i, 1.0) for i in range(30)]
+    assert metrics.bootstrap_ci(many, seed=4) != metrics.bootstrap_ci(many, seed=5)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -167,8 +190,38 @@ def test_the_interval_of_the_speed_up_resamples_both_loops_of_a_unit_together():
     # A machine that is twice as slow for one unit is so for both loops: the interval does not see it.
     slow = [(n, t * (1 + i), m, u * (1 + i)) for i, (n, t, m, u) in enumerate([(30.0, 1.0, 30.0, 2.0)] * 4)]
     assert metrics.speedup_ci(slow, seed=2) == pytest.approx((2.0, 2.0))
-    assert all(math.isnan(bound) for bound in metrics.speedup_ci([], seed=0))
-    assert all(math.isnan(bound) for bound in metrics.speedup_ci([(0.0, 0.0, 0.0, 0.0)], seed=0))
+    assert all(math.isnan(bound) for few in ([], units[:1]) for bound in metrics.speedup_ci(few, seed=0))
+    assert all(math.isnan(bound) for bound in metrics.speedup_ci([(0.0, 0.0, 0.0, 0.0)] * 2, seed=0))
+
+
+def test_the_interval_of_a_lead_takes_both_sides_of_the_same_prompts():
+    left = [(30.0, 10.0), (44.0, 40.0), (90.0, 20.0), (0.0, 0.0), (60.0, 25.0), (12.0, 10.0)]
+    right = [(29.0, 10.0), (52.0, 48.0), (80.0, 18.0), (0.0, 0.0), (58.0, 26.0), (0.0, 0.0)]
+
+    def length(rows):
+        tokens, rounds = map(sum, zip(*rows, strict=True))
+        return tokens / rounds if rounds else math.nan
+
+    def lead(pairs):
+        return length([a for a, _ in pairs]) - length([b for _, b in pairs])
+
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a[1] or b[1]]
+    found = metrics.paired_difference_ci(left, right, seed=6)
+    assert found == pytest.approx(naive_interval(pairs, lead, seed=6))
+    assert found[0] < lead(pairs) < found[1]
+    back = metrics.paired_difference_ci(right, left, seed=6)
+    assert back == pytest.approx((-found[1], -found[0]))
+    assert metrics.paired_difference_ci(left, left, seed=6) == (0.0, 0.0)
+    for few in ([], left[:1]):
+        assert all(math.isnan(bound) for bound in metrics.paired_difference_ci(few, few, seed=0))
+
+
+def test_the_lead_over_plain_decoding_is_the_speed_up_less_one():
+    units = [(30.0, 1.0, 30.0, 2.0), (40.0, 2.5, 40.0, 2.6), (10.0, 0.4, 12.0, 1.4), (50.0, 2.0, 50.0, 3.0)]
+    plain = [unit[2:] * 2 for unit in units]
+    low, high = metrics.speedup_ci(units, seed=2)
+    found = metrics.paired_difference_ci(units, plain, metrics.ratio_of_rates, seed=2)
+    assert found == pytest.approx((low - 1, high - 1))
 
 
 def test_context_buckets_cover_every_length_once():

@@ -96,6 +96,7 @@ def test_reports_of_an_earlier_version_are_refused(tmp_path):
         ({"acceptance_by_position": ["high"]}, 'report.acceptance_by_position.0: got "high"; accepted: a number'),
         ({"prompts": 2.5}, "report.prompts: got 2.5; accepted: int"),
         ({"by_source": {"maths": {"prompts": 1}}}, "report.by_source.maths: missing or unknown fields"),
+        ({"per_unit": [{"unit": 1}]}, "report.per_unit.0: missing or unknown fields"),
         ({"colour": "red"}, r"missing or unknown fields \['colour'\]"),
     ],
 )
@@ -139,6 +140,13 @@ def test_the_settings_that_act_are_named_and_no_others():
     assert sampling_text(CASES["12 sources, block 16"]) == (
         "temperature 0.75, top-k 50, top-p 0.95, min-p 0.05, repetition penalty 1.15"
     )
+
+
+def test_the_summary_names_the_share_of_drafts_that_stood(tmp_path):
+    report = case(verify_rate=0.4567)
+    assert "verify rate (accepted / proposed)   0.46" in shown(report)
+    assert "| verify rate (accepted / proposed) | 0.46 |" in to_markdown(report, folder=tmp_path)
+    assert "| verify rate (accepted / proposed) | - |" in to_markdown(case(verify_rate=NAN), folder=tmp_path)
 
 
 def test_the_summary_says_what_was_foretold_and_where_texts_part():

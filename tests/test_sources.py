@@ -186,8 +186,8 @@ def test_rows_without_a_column_to_select_by_are_left_out(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [*pairs(2), *pairs(1, level=1)])
     with pytest.warns(UserWarning, match="left out 2 rows: no column 'level' to select by"):
         assert [c.id for c in load(path, equals={"level": 1})] == ["a:3"]
-    with pytest.raises(DataError, match=r"no conversations in .*; 3 rows: no column 'levle' to select by"):
-        load(path, equals={"levle": 1})
+    with pytest.raises(DataError, match=r"no conversations in .*; 3 rows: no column 'lewel' to select by"):
+        load(path, equals={"lewel": 1})
 
 
 def test_split_by_conversation(tmp_path):

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import NormalDist, fmean
 
 import torch
 from torch import Tensor
@@ -24,10 +24,17 @@ __all__ = [
     "costs_from",
     "expected_length",
     "full_rounds",
+    "paired_difference_ci",
+    "ratio",
+    "ratio_of_rates",
     "speedup_ci",
     "survival",
+    "tail_share",
     "verify_rate",
 ]
+
+# From sums [R, C] of R resamples to values [R].
+Statistic = Callable[[Tensor], Tensor]
 
 
 def full_rounds(rounds: Iterable[Round]) -> list[Round]:
@@ -82,34 +89,55 @@ def accepted_histogram(rounds: Iterable[Round], length: int) -> list[int]:
     return counts
 
 
+def ratio(sums_RC: Tensor) -> Tensor:
+    """The first sum to the second: an accepted length from (tokens, rounds)."""
+    return sums_RC[:, 0] / sums_RC[:, 1]
+
+
+def ratio_of_rates(sums_RC: Tensor) -> Tensor:
+    """Speed-up (n_d / s_d) / (n_p / s_p) from the sums (n_d, s_d, n_p, s_p): tokens and seconds, drafted and plain."""
+    return (sums_RC[:, 0] / sums_RC[:, 1]) / (sums_RC[:, 2] / sums_RC[:, 3])
+
+
 def bootstrap_ci(
     sums: Sequence[Sequence[float]],
-    statistic: Callable[[Tensor], Tensor] | None = None,
+    statistic: Statistic = ratio,
     *,
     seed: int,
     level: float = 0.95,
     num_resamples: int = 2000,
 ) -> tuple[float, float]:
-    """Percentile interval of a statistic of sums over prompts, prompts drawn with replacement (Efron 1979).
+    """Percentile interval of a statistic of sums over prompts, prompts drawn with replacement (Efron 1979), wider for
+    few prompts (see `tail_share`).
 
     Rounds of one prompt resemble each other, so the prompt is the unit. `sums` [P, C]: what each prompt adds to each
-    sum; `statistic` maps sums [R, C] of R resamples to values [R], by default the ratio of the first to the second.
-    NaN when nothing is counted. One prompt gives an interval of width zero: it says nothing about others.
+    sum; prompts without any count are left out. NaN for fewer than two that count: one says nothing about others, and
+    its interval would have no width.
     """
     used = [row for row in sums if any(row[1:])]
-    if not used:
+    if len(used) < 2:
         return float("nan"), float("nan")
     data_PC = torch.tensor(used, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(used), (num_resamples, len(used)), generator=generator)
-    sums_RC = data_PC[picks].sum(1)
-    values_R = sums_RC[:, 0] / sums_RC[:, 1] if statistic is None else statistic(sums_RC)
+    values_R = statistic(data_PC[picks].sum(1))
     values_R = values_R[values_R.isfinite()]
     if not len(values_R):
         return float("nan"), float("nan")
-    bounds = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    tail = tail_share(len(used), level)
+    bounds = torch.tensor([tail, 1 - tail], dtype=torch.float64)
     low, high = values_R.quantile(bounds).tolist()
     return low, high
+
+
+def tail_share(num_prompts: int, level: float = 0.95) -> float:
+    """The share of resamples left out at either end: Phi(-sqrt(n / (n - 1)) t) with t the quantile of Student's law of
+    n - 1 degrees of freedom, the expanded percentile interval (Hesterberg 1411.5279). Of few prompts the plain one,
+    (1 - level) / 2, is too narrow. t by its series in 1 / (n - 1) (Abramowitz and Stegun 26.7.5)."""
+    z, free = NormalDist().inv_cdf((1 + level) / 2), num_prompts - 1
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
+    return NormalDist().cdf(-math.sqrt(num_prompts / free) * t)
 
 
 def accepted_length_ci(prompts: Iterable[Iterable[Round]], *, seed: int) -> tuple[float, float]:
@@ -132,8 +160,24 @@ def conditional_acceptance_ci(
 
 
 def speedup_ci(units: Sequence[tuple[float, float, float, float]], *, seed: int) -> tuple[float, float]:
-    """95 % interval of the speed-up (n_d / s_d) / (n_p / s_p) from (tokens, seconds) of both loops on each unit."""
-    return bootstrap_ci(units, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed=seed)
+    """95 % interval of `ratio_of_rates` from what each unit (prompts that were timed together) adds to its sums."""
+    return bootstrap_ci(units, ratio_of_rates, seed=seed)
+
+
+def paired_difference_ci(
+    left: Sequence[Sequence[float]], right: Sequence[Sequence[float]], statistic: Statistic = ratio, *, seed: int
+) -> tuple[float, float]:
+    """95 % interval of statistic(left) - statistic(right), where left[i] and right[i] are sums of the same prompt.
+
+    Both are taken of the same resampled prompts, so that what makes a prompt easy or hard for both cancels: where
+    prompts differ more than drafters do, this tells drafters apart whose own intervals overlap.
+    """
+
+    def difference(sums_RC: Tensor) -> Tensor:
+        half = sums_RC.shape[1] // 2
+        return statistic(sums_RC[:, :half]) - statistic(sums_RC[:, half:])
+
+    return bootstrap_ci([(*a, *b) for a, b in zip(left, right, strict=True)], difference, seed=seed)
 
 
 def context_bucket(context: int) -> tuple[int, int]:

@@ -166,6 +166,7 @@ def _summary_rows(r: "Report") -> list[Row]:
     most = f"of {r.block_size + 1} at most"
     rows = [
         [f"accepted length ({BONUS})", f"{ranged(r.accepted_length, r.accepted_length_ci95)} {most}"],
+        ["verify rate (accepted / proposed)", number(r.verify_rate, ".2f")],
         ["speed-up (95 % interval by prompt)", ranged(r.speedup, r.speedup_ci95, "x")],
         ["predicted from other prompts", f"{number(r.prediction.speedup, '.2f', 'x')}, error {error}"],
         ["tokens/s with and without", rates],

@@ -27,8 +27,11 @@ __all__ = [
     "LengthCost",
     "Part",
     "Prediction",
+    "PromptCounts",
     "Report",
+    "UnitSpeed",
     "check_schema",
+    "plain",
     "read_json",
     "with_versions",
     "write_json",
@@ -105,8 +108,33 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptCounts:
+    """What prompt number `prompt` adds to the accepted length: `tokens` gained in `rounds` full rounds at the full
+    block. `turn` counts from 0."""
+
+    prompt: int
+    source: str
+    turn: int
+    tokens: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpeed:
+    """What unit number `unit`, the prompts that were timed together, adds to the speed-up: tokens and seconds after
+    prefill, with the drafter and without."""
+
+    unit: int
+    tokens: int
+    seconds: float
+    baseline_tokens: int
+    baseline_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """One measurement. NaN (null in JSON) where nothing was there to measure; intervals are bootstrapped by prompt.
+    """One measurement. NaN (null in JSON) where nothing was there to measure; intervals are bootstrapped by prompt, and
+    NaN where fewer than two count.
 
     Acceptance, at the full block, over full rounds (see metrics.full_rounds): `accepted_length` = `tokens` / `rounds`,
     bonus included; `acceptance_by_position` conditional, `survival_by_position` marginal; `accepted_histogram[n]`
@@ -120,6 +148,8 @@ class Report:
     `dispatch_share`: of a single-token target step, the share that is Python, dispatch and small operators instead
     of matrix products and attention (see dispatch.dispatch_share).
     `by_context`: by tokens of text before a round; what speed is there was not measured.
+    `per_prompt`, `per_unit`: what each prompt, in the order of numbers, and each timed unit adds to the accepted length
+    and the speed-up: they show which prompts are hard, and pair the drafters of a comparison.
     `divergences`: at temperature 0, prompts whose text differs from the baseline's; else None.
     """
 
@@ -168,12 +198,14 @@ class Report:
     by_source: dict[str, Part]
     by_turn: dict[str, Part]
     by_context: dict[str, Part]
+    per_prompt: list[PromptCounts]
+    per_unit: list[UnitSpeed]
     divergences: dict[str, Any] | None
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values; NaN becomes None."""
-        return cast(dict[str, Any], _plain(asdict(self)))
+        return cast(dict[str, Any], plain(asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Report":
@@ -228,14 +260,14 @@ def read_json(read: Callable[[Any], Read], path: Path) -> Read:
         raise DataError(f"{path}: {error}; {AGAIN}") from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What JSON can say: tuples become lists, NaN and infinities None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

@@ -8,7 +8,7 @@ from drafters.decoding import metrics
 from drafters.decoding.dispatch import dispatch_share
 from drafters.decoding.divergence import first_difference, logit_margin
 from drafters.decoding.records import Round
-from drafters.decoding.report import LengthCost, Part, Prediction, Report, with_versions
+from drafters.decoding.report import LengthCost, Part, Prediction, PromptCounts, Report, UnitSpeed, with_versions
 from drafters.decoding.runner import Item, Run
 from drafters.decoding.tree import Tree
 from drafters.heads.base import Drafter
@@ -82,6 +82,7 @@ def report_of(
         by_source=_parts(found, config.seed, lambda item: item.source),
         by_turn=_parts(found, config.seed, lambda item: str(item.turn + 1)),
         by_context=_by_context(found, config.seed),
+        per_prompt=[_counts(item, rounds) for item, rounds in rows],
         divergences=None if sampling.temperature > 0 else _divergences(target, found.speed),
         provenance=with_versions(provenance, target),
     )
@@ -111,11 +112,13 @@ def _speed_part(found: Found, seed: int) -> dict[str, Any]:
         _rate(sum(len(row.tokens) for run in side for row in run.rows), sum(run.total_s for run in side))
         for side in (drafted, plain)
     ]
-    units = [(d.num_tokens, d.timings.decode_s, p.num_tokens, p.timings.decode_s) for d, p in found.speed]
+    units = sorted((_unit_speed(*pair) for pair in found.speed), key=lambda one: one.unit)
+    sums = [(one.tokens, one.seconds, one.baseline_tokens, one.baseline_seconds) for one in units]
     return {
+        "per_unit": units,
         "accepted_length_at_draft_length": metrics.accepted_length(r for run in drafted for r in run.rounds),
         **_speeds(found.speed),
-        "speedup_ci95": metrics.speedup_ci(units, seed=seed),
+        "speedup_ci95": metrics.speedup_ci(sums, seed=seed),
         "end_to_end_speedup": _rate(*totals),
         "draft_ms": 1e3 * costs.draft_s.get(length, NAN),
         "verify_ms": 1e3 * costs.verify_s.get(length, NAN),
@@ -126,6 +129,22 @@ def _speed_part(found: Found, seed: int) -> dict[str, Any]:
             sum(run.timings.overhead_s for run in drafted), sum(run.timings.decode_s for run in drafted)
         ),
     }
+
+
+def _unit_speed(drafted: Run, plain: Run) -> UnitSpeed:
+    return UnitSpeed(
+        unit=drafted.unit.index,
+        tokens=drafted.num_tokens,
+        seconds=drafted.timings.decode_s,
+        baseline_tokens=plain.num_tokens,
+        baseline_seconds=plain.timings.decode_s,
+    )
+
+
+def _counts(item: Item, rounds: Sequence[Round]) -> PromptCounts:
+    full = metrics.full_rounds(rounds)
+    tokens = sum(r.accepted + 1 for r in full)
+    return PromptCounts(prompt=item.number, source=item.source, turn=item.turn, tokens=tokens, rounds=len(full))
 
 
 def _speeds(pairs: Sequence[tuple[Run, Run]]) -> dict[str, float]:
