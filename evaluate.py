@@ -51,6 +51,8 @@ class Choice:
                 f"run: got run={self.run} and compare={self.compare}; set one of them: run=outputs/NAME, or "
                 "compare=[outputs/a,outputs/b,ngram]"
             )
+        if self.out == "":
+            raise ValueError("out: got ''; accepted: a folder, or null")
         if self.task not in ("measure", "show"):
             raise ValueError(f"task: got '{self.task}'; accepted: measure, show")
         if self.task == "show" and self.run is None:
@@ -144,7 +146,10 @@ def measure(task: Task, ranks: "Ranks") -> None:
     out = place_of(task)
     facts = {"weights": task.weights, "prompts": task.facts}
     place = Place(out=out, facts=facts, resume=task.choice.resume, ranks=ranks)
-    reports = measure_and_write(task.target, task.contestants, task.dialogues, task.config, place)
+    try:
+        reports = measure_and_write(task.target, task.contestants, task.dialogues, task.config, place)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"finished parts are kept in {out}; the command with resume=true goes on") from stop
     for entry in task.entries:
         if entry.run is not None and entry.name in reports:
             log_report(entry.run.folder, entry.settings, reports[entry.name], out, prefix=f"evaluate/{out.name}")
@@ -154,7 +159,7 @@ def show(task: Task) -> None:
     """Print the answer to the first prompts as they are decoded, coloured by who wrote each token."""
     from drafters.decoding.loop import DecodeConfig
     from drafters.decoding.measure import check_settings, tree_of
-    from drafters.decoding.show import watch
+    from drafters.decoding.show import printable, watch
     from drafters.door import say, screen
     from drafters.errors import ConfigError
 
@@ -162,7 +167,8 @@ def show(task: Task) -> None:
     drafter, config = contestant.drafter, task.config
     if config.tree == "auto":
         raise ConfigError("tree: got auto, which needs a measurement; with task=show give null, or such as [3,2,1]")
-    check_settings(drafter, task.dialogues, config)
+    least = drafter.block_size + 2  # what a measurement needs; a text may be shorter
+    check_settings(drafter, task.dialogues, replace(config, max_new_tokens=max(config.max_new_tokens, least)))
     decoding = DecodeConfig(
         max_new_tokens=config.max_new_tokens,
         sampling=config.sampling,
@@ -170,10 +176,11 @@ def show(task: Task) -> None:
         tree=tree_of(config),
         seed=config.seed,
     )
-    for dialogue in task.dialogues:
+    for number, dialogue in enumerate(task.dialogues):
         prompt = dialogue.encode(())
-        say(f"\n{task.target.tokenizer.decode(prompt)}")
-        watch(task.target, drafter, prompt, decoding, screen(), rounds=task.choice.by_round)
+        say(f"\n{printable(task.target.tokenizer.decode(prompt))}")
+        one = replace(decoding, numbers=(number,))
+        watch(task.target, drafter, prompt, one, screen(), rounds=task.choice.by_round)
 
 
 def encoder_of(entries: "Sequence[Entry]", target: "FrozenTarget", *, thinking: bool | None) -> "ChatEncoder":

@@ -30,8 +30,9 @@ class Entry:
         """Its drafter, on the target's device. Raises CheckpointError when it was trained for another target."""
         if self.run is None:
             cls, config = build_config(self.settings, key=f"baselines.{self.name}")
+            drafter = cls(config, target.spec)
             facts = {"class": f"{cls.__module__}.{cls.__qualname__}", "config": asdict(config)}
-            return Contestant(drafter=cls(config, target.spec), provenance=facts)
+            return Contestant(drafter=drafter, provenance=facts | drafter.identity(target))
         drafter = load_drafter(self.run.drafter, spec=target.spec, allow_other_target=allow_other_target)
         return Contestant(drafter=drafter.to(target.device), provenance=provenance(self.run.drafter))
 
@@ -41,9 +42,12 @@ def find_entries(names: Sequence[str], baselines: Mapping[str, Any], *, key: str
     is neither, CheckpointError for a run that has no drafter."""
     if not names:
         raise ConfigError(f"{key}: it is empty; accepted: run folders and baselines ({', '.join(baselines)})")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
         raise ConfigError(f"{key}: '{twice[0]}' is there twice; name each once")
     entries = [_find(name, baselines, key=key) for name in names]
+    places = [entry.name if entry.run is None else str(entry.run.folder.resolve()) for entry in entries]
+    if twice := [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]:
+        raise ConfigError(f"{key}: '{twice[-1]}' is there twice; name each once")
     short = [entry.name for entry in entries]
     # Where folders share their last name, the whole path tells them apart.
     return [
@@ -53,6 +57,10 @@ def find_entries(names: Sequence[str], baselines: Mapping[str, Any], *, key: str
 
 
 def _find(name: str, baselines: Mapping[str, Any], *, key: str) -> Entry:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{key}: got {name!r} as a name; accepted: run folders and baselines ({', '.join(baselines)})"
+        )
     if name in baselines:
         return Entry(name=name, settings=baselines[name])
     if not Path(name).exists() and "/" not in name:

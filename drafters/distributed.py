@@ -48,7 +48,7 @@ class Ranks:
         environment is that of torchrun in part only.
         """
         is_connected = dist.is_available() and dist.is_initialized()
-        if not is_connected and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if not is_connected and _world_size() == 1:
             yield cls()
             return
         group = None
@@ -155,6 +155,13 @@ def leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _world_size() -> int:
+    value = os.environ.get("WORLD_SIZE", "1")
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"WORLD_SIZE: got '{value}' in the environment; accepted: a number of processes; or unset it")
+    return int(value)
 
 
 def _check_environment() -> None:

@@ -3,6 +3,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from drafters.errors import ConfigError, DraftersError
+from drafters.errors import CheckpointError, ConfigError, DraftersError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,8 +70,8 @@ def door() -> Iterator[None]:
         if is_debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _fail(f"{error}; what was finished is kept: free some space, and the same command goes on from there")
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: finished work is kept; the same command goes on from there\n")
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"interrupted: {str(stop) or 'finished work is kept; the same command goes on from there'}\n")
         raise SystemExit(130) from None
 
 
@@ -88,6 +89,11 @@ class _Notes(logging.Handler):
 
 def _quiet_screen() -> None:
     """Our own notes on stderr, and none of CHATTER and NOISE."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a sign of a table or of a text gets a question mark, not a traceback.
+            stream.reconfigure(errors="replace")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     for name in CHATTER:
         logging.getLogger(name).setLevel(logging.WARNING)
     for message, category in NOISE:
@@ -196,26 +202,28 @@ def measure_and_write(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise write_error(out, error) from error
+        raise CheckpointError(f"out: {out} cannot be made: {error.strerror}; choose another folder") from error
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     facts = {"command": command, **place.facts, "target": _named(target)}
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
     print_hash = _fingerprint(target, contestants, dialogues, config)
-    with Journal(out, print_hash, resume=place.resume, ranks=ranks) as journal, _bars(ranks.is_first) as progress:
+    # The folder is held until the reports are written.
+    with Journal(out, print_hash, resume=place.resume, ranks=ranks) as journal:
         if len(journal) and ranks.is_first:
             say(f"{len(journal)} finished parts of the measurement are taken from {out}")
-        execution = Execution(journal=journal, ranks=ranks, progress=progress)
-        reports = measure(target, named, dialogues, config, execution)
-    if not ranks.is_first:
-        return {}
-    several = Comparison(reports) if len(reports) > 1 else None
-    (first, *_) = reports.values()
-    say(render(first) if several is None else several.render())
-    try:
-        (first if several is None else several).save(out)
+        with _bars(ranks.is_first) as progress:
+            execution = Execution(journal=journal, ranks=ranks, progress=progress)
+            reports = measure(target, named, dialogues, config, execution)
+        if not ranks.is_first:
+            return {}
+        several = Comparison(reports) if len(reports) > 1 else None
+        (first, *_) = reports.values()
+        say(render(first) if several is None else several.render())
+        try:
+            (first if several is None else several).save(out)
+        except OSError as error:
+            raise write_error(out, error) from error
         journal.remove()
-    except OSError as error:
-        raise write_error(out, error) from error
     say(f"Written: {out / ('report.md' if several is None else 'comparison.md')}")
     return reports
 

@@ -171,6 +171,15 @@ def test_measured_seconds_survive_a_kill_too(target, drafter, tmp_path, monkeypa
     assert found[0] == found[1]
 
 
+def rounded(value):
+    """The same with floats of ten digits: sums of seconds in another order differ in the last."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_several_ranks_give_the_numbers_of_one(target, drafter, decoding, size):
     """More ranks than units of work, too."""
@@ -183,8 +192,9 @@ def test_several_ranks_give_the_numbers_of_one(target, drafter, decoding, size):
     for name, report in first.items():
         values, expected = report.to_dict(), alone[name].to_dict()
         assert values["processes"] == size
-        same = {"processes": 1, "costs": None}  # ranks profile other prompts: medians of as many rounds or more
-        assert {**values, **same} == {**expected, **same}
+        # Ranks profile other prompts: as many rounds or more.
+        same = {"processes": 1, "costs": None, "predicted_speedup": None}
+        assert rounded({**values, **same}) == rounded({**expected, **same})
         assert [cost["predicted_speedup"] for cost in values["costs"]] == pytest.approx(
             [cost["predicted_speedup"] for cost in expected["costs"]]
         )

@@ -4,6 +4,7 @@
 import fcntl
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from drafters.files import flush
 __all__ = ["Journal", "UnitKey", "UnitResult"]
 
 SCHEMA = 1
-PATTERN = "progress*.jsonl"
+NAME = re.compile(r"progress(\.rank\d+)?\.jsonl")
 
 
 class UnitKey(NamedTuple):
@@ -124,19 +125,30 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the files: the report is written."""
-        self.close()
+        self._stream.close()
         if self._ranks.is_first:
             self._unlink()
+        self._release()
 
     def _unlink(self) -> None:
-        for path in self._folder.glob(PATTERN):
-            path.unlink(missing_ok=True)
+        for path in self._files():
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"out: {path} cannot be removed: {error.strerror}; choose another out="
+                ) from error
+
+    def _files(self) -> list[Path]:
+        """The journals of all ranks; the first rank's is the last."""
+        found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name)]
+        # "progress.rank1.jsonl" > "progress.jsonl": in reverse, notes of the first rank are read last and stay.
+        return sorted(found, key=lambda path: path.stem, reverse=True)
 
     def _read_all(self) -> int:
         """Take in every file, one's own and the first rank's last; how many bytes of one's own are sound."""
         own_bytes = 0
-        # "progress.rank1.jsonl" > "progress.jsonl": in reverse, notes of the first rank are read last and stay.
-        for path in sorted(self._folder.glob(PATTERN), key=lambda path: path.stem, reverse=True):
+        for path in self._files():
             num_bytes = 0
             for number, (body, size) in enumerate(_lines(path)):
                 if number == 0:

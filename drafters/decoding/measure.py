@@ -127,6 +127,10 @@ class _Stages:
         changes = {name: self._shape(name, lengths[name]) for name in self.names}
         speed_units = _spread(everything, self.config.num_speed_prompts)
         speed = self.runner.each("speed", speed_units, [*self.names, PLAIN], changes)
+        if not all(any(run.timings.rounds for run in runs) for runs in speed.values()):
+            raise DataError(
+                "num_speed_prompts: the answers of the prompts that were timed ended with their first token; take more"
+            )
         return {
             name: Found(
                 drafter=self.drafters[name],
@@ -293,6 +297,8 @@ def check_settings(drafter: Drafter, dialogues: Sequence[Dialogue], config: Meas
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{prefix}{name}: got {value}; accepted: 1 or more")
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"{prefix}seed: got {config.seed}; accepted: 0 to {2**32 - 1}")
     tree = tree_of(config)
     if tree is not None and drafter.drafts_trees and tree.max_depth > drafter.block_size:
         raise ConfigError(

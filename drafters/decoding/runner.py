@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PLAIN", "Execution", "Item", "Progress", "Run", "Runner", "Unit", "units_of"]
 
-PLAIN = "plain"  # the autoregressive baseline among the contestants
+PLAIN = ""  # the autoregressive baseline among the contestants, all of which have names
+LAPS = 8  # times that prompts are decoded again where there are too few to time every draft length
 UNIT_BATCHES = 4  # batches that a unit of a batched measurement fills, so that its emptying end weighs little
 Progress = Callable[[str, int, int, float], None]
 
@@ -170,16 +171,17 @@ class Runner:
     ) -> dict[str, list[RoundCost]]:
         """Costs of real rounds of every contestant whose drafts take its `shapes` in turn (chain lengths, or trees,
         whose lengths in the costs are their sizes), beside the baseline on the same prompts, until each was timed
-        `num_rounds` times or the prompts end."""
+        `num_rounds` times; prompts are decoded up to LAPS times for it."""
         costs: dict[str, list[RoundCost]] = {name: [] for name in (*shapes, PLAIN)}
         mine = self.ranks.mine(units) or units[:1]
-        for unit in mine:
+        for lap, unit in ((lap, unit) for lap in range(LAPS) for unit in mine):
+            phase = f"costs {lap}" if lap else "costs"
             for name, wanted in shapes.items():
-                shift = unit.index % len(wanted)
+                shift = (unit.index + lap) % len(wanted)
                 field = "length" if isinstance(wanted[0], int) else "tree"
                 turns = {field: (*wanted[shift:], *wanted[:shift])}
-                costs[name] += self.run("costs", name, unit, **turns).timings.rounds
-            costs[PLAIN] += self.run("costs", PLAIN, unit).timings.rounds
+                costs[name] += self.run(phase, name, unit, **turns).timings.rounds
+            costs[PLAIN] += self.run(phase, PLAIN, unit).timings.rounds
             fewest = min(
                 sum(cost.length == (one if isinstance(one, int) else one.size) for cost in costs[name])
                 for name, wanted in shapes.items()

@@ -28,11 +28,16 @@ __all__ = [
 ]
 
 
+LEAST_TEMPERATURE = 1e-3  # logits divided by much less leave the range of float32
+
+
 def check_sampling(sampling: Sampling, *, key: str = "sampling") -> None:
     """Raises ConfigError, naming `key`, for a setting outside its range."""
     prefix = f"{key}." if key else ""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise ConfigError(f"{prefix}temperature: got {sampling.temperature}; accepted: 0 (greedy) or a positive number")
+    if not (sampling.temperature == 0 or LEAST_TEMPERATURE <= sampling.temperature < math.inf):
+        raise ConfigError(
+            f"{prefix}temperature: got {sampling.temperature}; accepted: 0 (greedy) or {LEAST_TEMPERATURE} and more"
+        )
     if sampling.top_k < 0:
         raise ConfigError(f"{prefix}top_k: got {sampling.top_k}; accepted: 0 (off) or a positive integer")
     if not 0 < sampling.top_p <= 1:
@@ -48,7 +53,8 @@ def check_sampling(sampling: Sampling, *, key: str = "sampling") -> None:
 def effective_sampling(generation_config: Any, asked: Mapping[str, float | None]) -> Sampling:
     """The settings that act. `asked` gives each field of Sampling a value or None: what the target's
     `generation_config` says; of top-k, top-p and min-p only where the temperature is None as well, else they are off.
-    What it does not say is off; without `do_sample` it is greedy. Warns of settings that greedy decoding ignores.
+    What it does not say is off (transformers itself would take top-k 50); without `do_sample` it is greedy. Warns of
+    settings that greedy decoding ignores. Raises ConfigError for a setting outside its range.
     """
     off = Sampling(temperature=1.0)
     stated = {f.name: getattr(generation_config, f.name, None) for f in fields(Sampling)}
@@ -60,6 +66,7 @@ def effective_sampling(generation_config: Any, asked: Mapping[str, float | None]
         if value is None and (follows or name == "repetition_penalty"):
             value = stated[name]
         values[name] = getattr(off, name) if value is None else value
+    check_sampling(Sampling(**values), key="")
     if values["temperature"] == 0:
         for name in ("top_k", "top_p", "min_p"):
             if asked[name] not in (None, getattr(off, name)):

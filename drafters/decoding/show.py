@@ -21,7 +21,7 @@ from drafters.heads.base import Drafter
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
 
-__all__ = ["TokenText", "watch"]
+__all__ = ["TokenText", "printable", "watch"]
 
 # Two shades of each, for rounds in turn.
 DRAFTED = ("black on #56b4e9", "black on #a6d5f2")
@@ -89,6 +89,13 @@ class TokenText:
         return piece
 
 
+def printable(text: str) -> str:
+    """Control characters but line ends and tabs as escapes: the terminal obeys none that a text holds."""
+    for control in {c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\t"}:
+        text = text.replace(control, control.encode("unicode_escape").decode())
+    return text
+
+
 class _Screen:
     """Prints rounds on a console. `by_round`: a line for each. `is_tree`: drafts are a tree's, not a chain."""
 
@@ -153,20 +160,13 @@ class _Screen:
 
     def _piece(self, text: str, styles: Sequence[str], marks: str = "") -> Text:
         """Text in the style of this round; without colour between marks. Empty where there is none."""
-        shown = self._visible(text)
+        # Line ends with a sign; alone where a round has one line.
+        shown = printable(text).replace("\n", "↵" if self._by_round else "↵\n")
         if not shown:
             return Text()
         if self._has_colour:
             return Text(shown, style=styles[self._num_rounds % len(styles)])
         return Text(f"{marks[:-1]}{shown}{marks[-1:]}")
-
-    def _visible(self, text: str) -> str:
-        """Line ends with a sign (alone where a round has one line), other control characters as escapes: the terminal
-        obeys none that a model writes."""
-        controls = {c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\t"}
-        for control in controls:
-            text = text.replace(control, control.encode("unicode_escape").decode())
-        return text.replace("\n", "↵" if self._by_round else "↵\n")
 
     def _end_line_or_mark(self) -> None:
         if self._by_round:

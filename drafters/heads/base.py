@@ -96,6 +96,10 @@ class Drafter(nn.Module, ABC):
         """How many parameters it adds to `target`, and their bytes."""
         return size_of(self)
 
+    def identity(self, target: "FrozenTarget") -> dict[str, Any]:
+        """What tells it from another one of the same settings; a model of its own gives the hash of its weights."""
+        return {}
+
     def loss(self, batch: Batch, target_head: "TargetHead") -> Losses:
         """Distillation loss of one batch, as sums. Drafters without training do not implement it."""
         raise NotImplementedError(f"{type(self).__name__} has nothing to train")

@@ -4,7 +4,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,10 @@ class DraftModel(Drafter):
         """Parameters and bytes of the draft model; none where the target drafts for itself."""
         model = self.model(target)
         return (0, 0) if model is target else size_of(model.model)
+
+    def identity(self, target: "FrozenTarget") -> dict[str, Any]:
+        """The hash of the draft model's weights."""
+        return {"weights_hash": self.model(target).spec.weights_hash}
 
     def model(self, target: "FrozenTarget") -> "FrozenTarget":
         """What drafts for `target`. Raises ConfigError or CheckpointError, naming the weights, when it cannot be loaded

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafters.decoding.sampling import Draws, draw, penalised, probs
 from drafters.decoding.tree import Tree, paths
+from drafters.errors import ConfigError
 from drafters.types import Proposal
 
 __all__ = ["LevelLogits", "grow"]
@@ -39,6 +40,11 @@ def grow(
             logits_BV = _penalised(logits_BPV[:, place], draws, tokens_BS, _path(tree, parent), support_V)
             children = tree.children(parent)
             if draws.uniforms_BS is None:
+                if len(children) > logits_BV.shape[1]:
+                    raise ConfigError(
+                        f"tree: a slot has {len(children)} children, but the draft vocabulary has {logits_BV.shape[1]} "
+                        "tokens; accepted: as many at most"
+                    )
                 places_BC = logits_BV.topk(len(children), dim=1).indices
             else:
                 dist_BV = probs(logits_BV, draws.sampling)
