@@ -206,9 +206,9 @@ def measure_and_write(
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     facts = {"command": command, **place.facts, "target": _named(target)}
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
-    print_hash = _fingerprint(target, contestants, dialogues, config)
+    fingerprint = _fingerprint(target, contestants, dialogues, config)
     # The folder is held until the reports are written.
-    with Journal(out, print_hash, resume=place.resume, ranks=ranks) as journal:
+    with Journal(out, fingerprint, resume=place.resume, ranks=ranks) as journal:
         if len(journal) and ranks.is_first:
             say(f"{len(journal)} finished parts of the measurement are taken from {out}")
         with _bars(ranks.is_first) as progress:
