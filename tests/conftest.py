@@ -38,3 +38,19 @@ def first(world, one_thread):
 
     train.train(train_settings(world))
     return world / "outputs" / "first"
+
+
+@pytest.fixture(scope="module")
+def run(world):
+    """The folder of a run that was not trained, with prompts to evaluate it on."""
+    from tests.evaluating import evaluation_run
+
+    return evaluation_run(world)
+
+
+@pytest.fixture
+def measured(run, monkeypatch):
+    """Runs evaluate.py up to the measurement; gives what would be measured and written."""
+    from tests.evaluating import up_to_the_measurement
+
+    return up_to_the_measurement(run, monkeypatch)

@@ -19,21 +19,11 @@ from drafters.decoding.report import Report
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.types import Sampling
 from tests.door_world import ANSWER, make_run, train_settings, write_rows
-from tests.evaluating import OTHER, evaluated, evaluation_run, on, prompts_of, up_to_the_measurement
+from tests.evaluating import OTHER, evaluated, on, prompts_of
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def run(world):
-    return evaluation_run(world)
-
-
-@pytest.fixture
-def measured(run, monkeypatch):
-    return up_to_the_measurement(run, monkeypatch)
 
 
 def test_the_run_s_own_source_is_split_as_the_run_split_it(world, measured):

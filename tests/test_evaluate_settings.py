@@ -11,20 +11,10 @@ from transformers import GenerationConfig
 from drafters.decoding.sampling import effective_sampling
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.types import Sampling
-from tests.evaluating import OTHER, evaluated, evaluation_run, on, prompts_of, up_to_the_measurement
+from tests.evaluating import OTHER, evaluated, on, prompts_of
 from tests.tiny_chat import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def run(world):
-    return evaluation_run(world)
-
-
-@pytest.fixture
-def measured(run, monkeypatch):
-    return up_to_the_measurement(run, monkeypatch)
 
 
 def test_system_prompts_and_turns_are_those_asked_for(world, measured):

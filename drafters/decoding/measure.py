@@ -22,6 +22,7 @@ from drafters.decoding.runner import (
     Runner,
     Unit,
     first_items,
+    in_turns,
     next_items,
     units_of,
 )
@@ -267,10 +268,8 @@ def _spread(units: list[Unit], num_prompts: int | None) -> list[Unit]:
     by_turn: dict[int, list[Unit]] = {}
     for unit in units:
         by_turn.setdefault(unit.turn, []).append(unit)
-    queues = list(by_turn.values())
-    mixed = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
     taken, count = [], 0
-    for unit in mixed:
+    for unit in in_turns(list(by_turn.values())):
         if count >= num_prompts:
             break
         taken.append(unit)

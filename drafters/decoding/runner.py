@@ -5,7 +5,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -22,8 +22,9 @@ from drafters.heads.base import Drafter
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
 
-__all__ = ["PLAIN", "Execution", "Item", "Progress", "Run", "Runner", "Unit", "units_of"]
+__all__ = ["PLAIN", "Execution", "Item", "Progress", "Run", "Runner", "Unit", "in_turns", "units_of"]
 
+T = TypeVar("T")
 PLAIN = ""  # the autoregressive baseline among the contestants, all of which have names
 LAPS = 8  # times that prompts are decoded again where there are too few to time every draft length
 UNIT_BATCHES = 4  # batches that a unit of a batched measurement fills, so that its emptying end weighs little
@@ -96,8 +97,18 @@ def units_of(items: Sequence[Item], batch_size: int) -> list[Unit]:
     for item in items:
         groups.setdefault((item.turn, item.source), []).append(item)
     queues = [[rows[i : i + size] for i in range(0, len(rows), size)] for rows in groups.values()]
-    turns = [queue[i] for i in range(max(map(len, queues), default=0)) for queue in queues if i < len(queue)]
-    return [Unit(index, tuple(rows)) for index, rows in enumerate(turns)]
+    return [Unit(index, tuple(rows)) for index, rows in enumerate(in_turns(queues))]
+
+
+def in_turns(queues: Sequence[Sequence[T]]) -> list[T]:
+    """The first of every queue, then the second of every queue that has one, and so on."""
+    return [queue[i] for i in range(max(map(len, queues), default=0)) for queue in queues if i < len(queue)]
+
+
+def _rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
+    """The same order, begun by another one each turn."""
+    shift = turn % len(items)
+    return (*items[shift:], *items[:shift])
 
 
 class Runner:
@@ -144,8 +155,7 @@ class Runner:
         done: list[tuple[str, Run]] = []
         rounds: list[Round] = []
         for count, unit in enumerate(mine, start=1):
-            shift = unit.index % len(names)
-            for name in (*names[shift:], *names[:shift]):
+            for name in _rotated(names, unit.index):
                 run = self.run(phase, name, unit, **changes.get(name, {}))
                 done.append((name, run))
                 rounds += run.rounds if name == names[0] else []
@@ -177,9 +187,7 @@ class Runner:
         for lap, unit in ((lap, unit) for lap in range(LAPS) for unit in mine):
             phase = f"costs {lap}" if lap else "costs"
             for name, wanted in shapes.items():
-                shift = (unit.index + lap) % len(wanted)
-                field = "length" if isinstance(wanted[0], int) else "tree"
-                turns = {field: (*wanted[shift:], *wanted[:shift])}
+                turns = {"length" if isinstance(wanted[0], int) else "tree": _rotated(wanted, unit.index + lap)}
                 costs[name] += self.run(phase, name, unit, **turns).timings.rounds
             costs[PLAIN] += self.run(phase, PLAIN, unit).timings.rounds
             fewest = min(

@@ -39,7 +39,7 @@ class Found:
     @property
     def block_size(self) -> int:
         """Positions that a draft can have: of a tree, its depth."""
-        return self.drafter.block_size if self.tree is None else max(self.tree.depths)
+        return self.drafter.block_size if self.tree is None else self.tree.max_depth
 
     @property
     def rows(self) -> list[tuple[Item, list[Round]]]:
