@@ -40,7 +40,7 @@ SIZES = ("hidden_size", "num_layers", "vocab_size", "embed_scale", "logit_scale"
 def save_drafter(
     drafter: Drafter, folder: Path | str, *, spec: TargetSpec, provenance: Mapping[str, Any] | None = None
 ) -> Path:
-    """Writes `drafter` (its state dict, buffers such as `d2t` included) to `folder`, replacing it atomically.
+    """Writes `drafter` (its state dict, buffers such as `vocab.d2t` included) to `folder`, replacing it atomically.
 
     `spec` is the target's; `provenance` any JSON-able facts about the run. Raises CheckpointError when it cannot be
     written; what was there before stays.
@@ -57,7 +57,7 @@ def save_drafter(
             "drafters_version": drafters.__version__,
             "drafter": {"_target_": _class_path(drafter), **asdict(drafter.config)},
             "target": spec.to_dict(),
-            "draft_vocab_size": tensors["d2t"].numel() if "d2t" in tensors else None,
+            "draft_vocab_size": tensors["vocab.d2t"].numel() if "vocab.d2t" in tensors else None,
             "weights": {"file": WEIGHTS, "sha256": file_sha256(temp / WEIGHTS)},
             "provenance": dict(provenance or {}),
         }

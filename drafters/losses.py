@@ -4,7 +4,7 @@
 #   accept = sum_V' min(p_d, p_t)      l1 = |p_d - p_t|_1 = 2 (1 - accept)      lk = -log accept
 #   ce = -log p_d(label)               kl = sum_V' q log(q / p_d)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ TERMS = ("ce", "l1", "kl", "lk")
 class LossWeights:
     """Weights of the terms; a term of weight 0 is not computed. `gamma` None means equal position weights.
 
-    `chunk` is the number of rows whose vocabulary-wide products are alive at once.
+    `first`: weights of these terms at the beginning, which move in a straight line to the ones above over the first
+    `first_share` of the training. `chunk` is the number of rows whose vocabulary-wide products are alive at once.
     """
 
     ce: float = 0.0
@@ -40,15 +41,31 @@ class LossWeights:
     confidence: float = 1.0
     gamma: float | None = 4.0
     chunk: int = 256
+    first: dict[str, float] | None = None
+    first_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in (*TERMS, "confidence"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}; accepted: 0 (off) or more")
+        first = self.first or {}
+        if unknown := sorted(first.keys() - {*TERMS, "confidence"}):
+            raise ValueError(f"first: unknown term '{unknown[0]}'; accepted: {', '.join(TERMS)}, confidence")
+        last = {name: getattr(self, name) for name in (*TERMS, "confidence")}
+        for name, weight in [*last.items(), *((f"first.{name}", weight) for name, weight in first.items())]:
+            if weight < 0:
+                raise ValueError(f"{name}: got {weight}; accepted: 0 (off) or more")
         if self.ce + self.l1 + self.kl + self.lk == 0:
             raise ValueError("ce, l1, kl, lk: all 0; at least one of them trains the draft logits")
+        if not 0 < self.first_share <= 1:
+            raise ValueError(f"first_share: got {self.first_share}; accepted: above 0, at most 1 (the whole training)")
         if self.chunk < 1 or (self.gamma is not None and self.gamma <= 0):
             raise ValueError(f"chunk: got {self.chunk}, gamma: got {self.gamma}; both must be positive")
+
+    def at(self, progress: float) -> "LossWeights":
+        """The weights when `progress` (0 to 1) of the training is done, without a schedule."""
+        if not self.first:
+            return self
+        done = min(1.0, progress / self.first_share)
+        moved = {name: (1 - done) * begin + done * getattr(self, name) for name, begin in self.first.items()}
+        return replace(self, first=None, **moved)
 
 
 def position_weights(num_positions: int, gamma: float | None) -> Tensor:
@@ -61,14 +78,15 @@ def position_weights(num_positions: int, gamma: float | None) -> Tensor:
 class DistillInput:
     """N draft rows and the target states they are compared with.
 
-    `hidden_ND` after the drafter's final norm; `bias_NR` times `bias_weight_VR` (W_2) is added to the logits;
+    `hidden_ND` after the drafter's final norm; `bias_NR` times `bias_weight_VR` (W_2) is added to the logits. A drafter
+    with an output projection of its own gives that as `bias_weight_VR`, its states as `bias_NR`, and no `hidden_ND`.
     `target_MD` are target states after the final norm and `target_rows_N` says which belongs to row n (rows share
     them: neighbours with equal rows cost one target product). `lse_M` is the target's log-sum-exp over its whole
     vocabulary; without it a reduced vocabulary needs the full product. `labels_N` are token ids; `weights_N` scale
     each row. `vocab` None means the whole vocabulary.
     """
 
-    hidden_ND: Tensor
+    hidden_ND: Tensor | None
     target_MD: Tensor
     target_rows_N: Tensor
     labels_N: Tensor
@@ -160,13 +178,16 @@ class _Pass:
         self.inputs, self.head, self.weights = inputs, head, weights
         self.wants = wants._replace(accept=wants.accept or weights.l1 > 0 or weights.lk > 0)
         self.hidden_ND, self.bias_NR = inputs.hidden_ND, inputs.bias_NR
-        self.dtype = torch.float64 if self.hidden_ND.dtype == torch.float64 else torch.float32
+        rows = self.bias_NR if self.hidden_ND is None else self.hidden_ND
+        assert rows is not None, "neither states nor a factor"
+        self.num_rows, self.product_dtype = len(rows), rows.dtype
+        self.dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
         self.support_V = None if inputs.vocab is None else inputs.vocab.ids_V
         self.labels_N = inputs.labels_N if inputs.vocab is None else inputs.vocab.to_draft(inputs.labels_N)
         self.weights_N = inputs.weights_N.to(self.dtype)
-        self.products = workspace.products(head, self.support_V, self.hidden_ND.dtype)
+        self.products = workspace.products(head, self.support_V, self.product_dtype)
         self.products.set_bias(inputs.bias_weight_VR)
-        num_rows, num_vocab = len(self.hidden_ND), len(self.products.weight_VK)
+        num_rows, num_vocab = self.num_rows, len(self.products.weight_VK)
         new = self.weights_N.new_empty
         self.num_scratch = max(1, min(weights.chunk, num_rows, SCRATCH_ELEMENTS // num_vocab))
         names = ("logits", "p", "q", "work")
@@ -181,8 +202,8 @@ class _Pass:
 
     def run(self) -> Tensor:
         """The loss; fills `terms`, `accept_N`, `agree_N` and `grads`."""
-        for first in range(0, len(self.hidden_ND), self.weights.chunk):
-            self._chunk(slice(first, min(first + self.weights.chunk, len(self.hidden_ND))))
+        for first in range(0, self.num_rows, self.weights.chunk):
+            self._chunk(slice(first, min(first + self.weights.chunk, self.num_rows)))
         total = self.weights_N.new_zeros(())
         for name, term in self.terms.items():
             total += getattr(self.weights, name) * term
@@ -194,7 +215,8 @@ class _Pass:
         bias_NR = None if self.bias_NR is None else self.bias_NR[rows]
         # Any offset leaves the softmax as it is; the target's log-sum-exp brings the logits near zero.
         offset_N = None if lse_M is None else lse_M[target_rows_N].to(self.dtype)
-        chunk = self.products.multiply(self.hidden_ND[rows], bias_NR=bias_NR, offset_N=offset_N)
+        hidden_ND = None if self.hidden_ND is None else self.hidden_ND[rows]
+        chunk = self.products.multiply(hidden_ND, bias_NR=bias_NR, offset_N=offset_N)
         num_rows = rows.stop - rows.start
         for start in range(0, num_rows, self.num_scratch):
             self._part(chunk, target, slice(start, min(start + self.num_scratch, num_rows)), first=rows.start)
@@ -207,7 +229,7 @@ class _Pass:
 
     def _target(self, target_rows_N: Tensor) -> _Target:
         rows_U, inverse_N = torch.unique(target_rows_N, return_inverse=True)
-        states_UD = self.inputs.target_MD[rows_U].to(self.hidden_ND.dtype)
+        states_UD = self.inputs.target_MD[rows_U].to(self.product_dtype)
         lse_U = None if self.inputs.lse_M is None else self.inputs.lse_M[rows_U].to(self.dtype)
         argmax_U, reduced = None, self.support_V is not None
         if self.wants.metrics or (self.wants.accept and reduced and lse_U is None):

@@ -85,7 +85,8 @@ class Batch:
 
     `lse_BT[b, t]` is the target's log-sum-exp over the full vocabulary of the logits made from `last_BTD[b, t]`
     (the prediction of token t+1), in float32, defined where `loss_mask_BT[b, t+1]`. `seed` is the only source of
-    randomness a loss may use (anchors, noise): equal batches give equal losses, so that resume is exact.
+    randomness a loss may use (anchors, noise): equal batches give equal losses, so that resume is exact. `progress` is
+    the share of the training that is done, for weights that follow a schedule; 1 in validation.
     """
 
     tokens_BT: Tensor  # int64, padded with 0
@@ -97,6 +98,7 @@ class Batch:
     layer_ids: tuple[int, ...]
     seed: int
     sample_ids: tuple[int, ...] = ()
+    progress: float = 1.0
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""

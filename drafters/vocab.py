@@ -1,26 +1,30 @@
 # The draft vocabulary: a subset of the target's tokens on which a drafter's logits live. It is counted once, stored
-# with the drafter (`d2t`, `t2d`), and never rebuilt. Draft ids ascend with target ids.
+# with the drafter (`vocab.d2t`), and never rebuilt. Draft ids ascend with target ids.
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.errors import ConfigError
 
 __all__ = ["DraftVocab", "count_vocab", "coverage"]
 
 
-class DraftVocab:
-    """`ids_V` are the target ids of the draft ids 0..V'-1, ascending; `num_full` is the target's vocabulary size.
+class DraftVocab(nn.Module):
+    """The target ids of the draft ids 0..V'-1, ascending; `num_full` is the target's vocabulary size. A module without
+    parameters, so that the ids are stored, moved and loaded with the drafter that holds it (as `d2t`).
 
     Raises ConfigError when the ids are not ascending, distinct and inside the target's vocabulary.
     """
 
+    d2t: Tensor
+    id_to_draft_V: Tensor
+
     def __init__(self, ids_V: Tensor, *, num_full: int) -> None:
-        self.ids_V = ids_V.to(torch.int64)
-        self.num_full = num_full
-        ids = self.ids_V
+        super().__init__()
+        ids, self.num_full = ids_V.to(torch.int64), num_full
         if ids.dim() != 1 or len(ids) == 0 or bool((ids[1:] <= ids[:-1]).any()):
             raise ConfigError(
                 f"draft vocabulary: got ids of shape {list(ids.shape)}; accepted: ascending, distinct ids"
@@ -28,18 +32,19 @@ class DraftVocab:
         if int(ids[0]) < 0 or int(ids[-1]) >= num_full:
             span = f"{int(ids[0])}..{int(ids[-1])}"
             raise ConfigError(f"draft vocabulary: ids {span} leave the target's vocabulary 0..{num_full - 1}")
-        self.id_to_draft_V = torch.full((num_full,), -1, dtype=torch.int64, device=ids.device)
-        self.id_to_draft_V[ids] = torch.arange(len(ids), device=ids.device)
+        self.register_buffer("d2t", ids)
+        self.register_buffer("id_to_draft_V", _inverse(ids, num_full), persistent=False)
+        self.register_load_state_dict_post_hook(_look_up_loaded)
 
     @property
     def size(self) -> int:
         """Number of draft tokens, V'."""
-        return len(self.ids_V)
+        return len(self.d2t)
 
     @property
-    def d2t(self) -> Tensor:
+    def ids_V(self) -> Tensor:
         """int64 [V']: absolute target ids (engines that want offsets subtract arange)."""
-        return self.ids_V
+        return self.d2t
 
     @property
     def t2d(self) -> Tensor:
@@ -50,9 +55,16 @@ class DraftVocab:
         """Draft ids of target ids, -1 where there is none."""
         return self.id_to_draft_V[tokens]
 
-    def to(self, device: torch.device | str) -> "DraftVocab":
-        """The same vocabulary on another device."""
-        return DraftVocab(self.ids_V.to(device), num_full=self.num_full)
+
+def _inverse(ids_V: Tensor, num_full: int) -> Tensor:
+    """int64 [V]: the draft id of each target id, -1 where there is none."""
+    inverse_V = torch.full((num_full,), -1, dtype=torch.int64, device=ids_V.device)
+    inverse_V[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
+    return inverse_V
+
+
+def _look_up_loaded(vocab: DraftVocab, _: Any) -> None:
+    vocab.id_to_draft_V = _inverse(vocab.d2t, vocab.num_full)
 
 
 def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always: Iterable[int] = ()) -> DraftVocab:

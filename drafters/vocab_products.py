@@ -20,9 +20,10 @@ OFFSET_COLUMNS = 32
 
 @dataclass(kw_only=True)
 class Chunk:
-    """Raw products of some rows; `VocabProducts.write` puts gradients in their place."""
+    """Raw products of some rows; `VocabProducts.write` puts gradients in their place. `own`: of W_2 alone."""
 
     raw_NV: Tensor
+    own: bool = False
     bias_NV: Tensor | None = None
     offset_N: Tensor | None = None
 
@@ -30,7 +31,8 @@ class Chunk:
 class VocabProducts:
     """Logits softcap(logit_scale * x @ W^T) + bias @ W_2^T - offset over `support_V` (None = the whole vocabulary).
 
-    The bias and the offset come after the softcap. `folded`: no softcap and a copy of the rows, so one product
+    The bias and the offset come after the softcap. A drafter with an output projection of its own has no x: its weight
+    is W_2, and its states are the factor. `folded`: no softcap and a copy of the rows, so one product
     does it all.
     """
 
@@ -66,8 +68,12 @@ class VocabProducts:
         self.bias_weight_VR = self.weight_VK[:, self.at_bias :]
         self.bias_weight_VR.copy_(bias_weight_VR.detach())
 
-    def multiply(self, hidden_ND: Tensor, *, bias_NR: Tensor | None = None, offset_N: Tensor | None = None) -> Chunk:
+    def multiply(
+        self, hidden_ND: Tensor | None, *, bias_NR: Tensor | None = None, offset_N: Tensor | None = None
+    ) -> Chunk:
         """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2. Valid until the next call."""
+        if hidden_ND is None:
+            return self._multiply_own(bias_NR, offset_N)
         hidden_ND = (hidden_ND if self.scale == 1.0 else hidden_ND * self.scale).to(self.weight_VK.dtype)
         raw_NV = self.workspace.buffer("raw", len(hidden_ND), len(self.weight_VK), like=hidden_ND)
         if not self.folded:
@@ -79,18 +85,34 @@ class VocabProducts:
         num_columns = self.at_bias if bias_NR is None else self.weight_VK.shape[1]
         wide_NK = self.weight_VK.new_zeros(len(hidden_ND), num_columns)
         wide_NK[:, : self.width] = hidden_ND
-        if offset_N is not None:
-            high_N = offset_N.to(wide_NK.dtype)
-            wide_NK[:, self.width] = -high_N
-            wide_NK[:, self.width + 1] = high_N - offset_N
-        if bias_NR is not None:
-            wide_NK[:, self.at_bias :] = bias_NR
+        self._fill(wide_NK[:, self.width :], bias_NR, offset_N)
         return Chunk(raw_NV=torch.mm(wide_NK, self.weight_VK[:, :num_columns].T, out=raw_NV))
+
+    def _multiply_own(self, factor_NR: Tensor | None, offset_N: Tensor | None) -> Chunk:
+        assert factor_NR is not None
+        assert self.bias_weight_VR is not None
+        factor_NR = factor_NR.to(self.weight_VK.dtype)
+        raw_NV = self.workspace.buffer("raw", len(factor_NR), len(self.weight_VK), like=factor_NR)
+        if not self.folded:
+            return Chunk(raw_NV=torch.mm(factor_NR, self.bias_weight_VR.T, out=raw_NV), own=True, offset_N=offset_N)
+        weight_VK = self.weight_VK[:, self.width :]
+        wide_NK = weight_VK.new_zeros(len(factor_NR), weight_VK.shape[1])
+        self._fill(wide_NK, factor_NR, offset_N)
+        return Chunk(raw_NV=torch.mm(wide_NK, weight_VK.T, out=raw_NV), own=True)
+
+    def _fill(self, extra_NK: Tensor, bias_NR: Tensor | None, offset_N: Tensor | None) -> None:
+        """The columns after the hidden state's: the offset and the factor."""
+        if offset_N is not None:
+            high_N = offset_N.to(extra_NK.dtype)
+            extra_NK[:, 0] = -high_N
+            extra_NK[:, 1] = high_N - offset_N
+        if bias_NR is not None:
+            extra_NK[:, OFFSET_COLUMNS:] = bias_NR
 
     def read(self, chunk: Chunk, rows: slice, out: Tensor) -> Tensor:
         """Float logits of some rows of the chunk, into `out`."""
         out.copy_(chunk.raw_NV[rows])
-        if self.cap is not None:
+        if self.cap is not None and not chunk.own:
             out.div_(self.cap).tanh_().mul_(self.cap)
         if chunk.bias_NV is not None:
             out.add_(chunk.bias_NV[rows])
@@ -102,14 +124,19 @@ class VocabProducts:
         """Replace the raw products of some rows by the gradients of a loss with respect to them."""
         if chunk.bias_NV is not None:
             chunk.bias_NV[rows] = gradient_NV
-        if self.cap is not None:
+        if self.cap is not None and not chunk.own:
             capped_NV = chunk.raw_NV[rows].to(gradient_NV.dtype).div_(self.cap).tanh_()
             gradient_NV.addcmul_(gradient_NV * capped_NV, capped_NV, value=-1.0)
         chunk.raw_NV[rows] = gradient_NV
 
-    def backward(self, chunk: Chunk, bias_NR: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward(self, chunk: Chunk, bias_NR: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of the rows [N, D], of the bias factor [N, R] and of W_2 [V', R], after every row was written."""
         bias_grad_NV = chunk.raw_NV if chunk.bias_NV is None else chunk.bias_NV
+        if chunk.own:
+            assert bias_NR is not None
+            assert self.bias_weight_VR is not None
+            factor_NR = torch.mm(bias_grad_NV, self.bias_weight_VR)
+            return None, factor_NR, torch.mm(bias_grad_NV.T, bias_NR.to(bias_grad_NV.dtype))
         if self.folded:
             wide_NK = torch.mm(chunk.raw_NV, self.weight_VK)
             hidden_ND, factor_NR = wide_NK[:, : self.width], wide_NK[:, self.at_bias :]

@@ -88,7 +88,7 @@ def test_state_dict_names_are_those_of_engines(target):
     layer = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
     layer |= {f"self_attn.{x}_proj" for x in "qkvo"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     want = {f"layers.{i}.{name}.weight" for i in range(2) for name in layer}
-    want |= {f"{name}.weight" for name in ("fc", "hidden_norm", "norm")} | {"d2t", "t2d"}
+    want |= {f"{name}.weight" for name in ("fc", "hidden_norm", "norm")} | {"vocab.d2t"}
     want |= {f"markov_head.markov_{w}.weight" for w in ("w1", "w2")}
     assert names == want | {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 
@@ -103,7 +103,7 @@ def test_stored_vocabulary_wins(target):
     again.load_state_dict(drafter.state_dict())
     batch = make_batch(target, [12])
     torch.testing.assert_close(again.loss(batch, target.head).total, drafter.loss(batch, target.head).total)
-    tensors = {name: t for name, t in drafter.state_dict().items() if name != "d2t"}
+    tensors = {name: t for name, t in drafter.state_dict().items() if name != "vocab.d2t"}
     with pytest.raises(CheckpointError, match="d2t: missing"):
         BlockDrafter.from_tensors(drafter.config, target.spec, tensors)
 
@@ -133,8 +133,12 @@ def test_missing_states_are_named(target):
 
 
 def test_the_shipped_settings_build():
-    node = OmegaConf.load(Path(__file__).parents[1] / "conf" / "drafter" / "markov.yaml")
-    node = OmegaConf.merge({"target": {"layer_ids": [0, 2]}}, {"drafter": node}).drafter
+    conf = Path(__file__).parents[1] / "conf"
+    nodes = {
+        name: OmegaConf.load(conf / path)
+        for name, path in (("drafter", "drafter/markov.yaml"), ("loss", "loss/ce.yaml"))
+    }
+    node = OmegaConf.merge({"target": {"layer_ids": [0, 2]}}, nodes).drafter
     cls, config = build_config(node, key="drafter")
     target = tiny_target()
     assert cls is BlockDrafter

@@ -127,7 +127,7 @@ def test_the_saved_drafter_and_the_probe_see_averaged_weights(tmp_path):
         torch.testing.assert_close(probed[name], expected, msg=name)
         assert not torch.equal(expected, raw[-1][name])
     # Token ids are copied. The float average of 12 and 12 is 11.999, another token.
-    assert torch.equal(loaded["d2t"], toy().d2t)
+    assert torch.equal(loaded["vocab.d2t"], toy().vocab.d2t)
 
 
 def test_the_table_counts_what_is_trained_and_what_is_frozen(tmp_path):

@@ -50,7 +50,7 @@ def test_config_describes_everything(saved):
     assert config["drafter"]["_target_"] == "tests.training_doubles.ToyDrafter"
     assert config["drafter"]["layer_ids"] == [0, 2]
     assert config["target"]["weights_hash"] == "weights-a"
-    assert config["draft_vocab_size"] == len(drafter.d2t)
+    assert config["draft_vocab_size"] == len(drafter.vocab.d2t)
     assert config["provenance"] == {"seed": 3}
 
 

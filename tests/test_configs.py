@@ -18,6 +18,7 @@ from drafters.config import build_config, locate, to_plain, typed
 from drafters.decoding.measure import MeasureConfig
 from drafters.door import TARGET_KEYS
 from drafters.errors import ConfigError
+from drafters.losses import LossWeights
 from evaluate import MEASURE
 from train import read_plan
 
@@ -34,7 +35,7 @@ NEEDED = {
 # Baselines that evaluate.py measures.
 UNTRAINED = {("drafter", "ngram"), ("drafter", "draft_model")}
 # Groups whose nodes a dataclass without a `_target_` types.
-TYPED = {"cache": CaptureConfig, "data": DataConfig}
+TYPED = {"cache": CaptureConfig, "data": DataConfig, "loss": LossWeights}
 
 
 def composed(door, *overrides):
@@ -44,8 +45,8 @@ def composed(door, *overrides):
 
 def test_the_groups_are_the_ones_tested_here():
     assert set(GROUPS) == {
-        *("cache", "callbacks", "data", "drafter", "experiment", "logger", "optim", "report", "source", "target"),
-        "trainer",
+        *("cache", "callbacks", "data", "drafter", "experiment", "logger", "loss", "optim", "report", "source"),
+        *("target", "trainer"),
     }
     assert DOORS == ["capture", "evaluate", "regenerate", "show", "train"]
 

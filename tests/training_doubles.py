@@ -19,6 +19,7 @@ from drafters.training.callbacks import CallbackConfig, build_callbacks
 from drafters.training.module import DistillModule
 from drafters.training.optim import OptimConfig
 from drafters.types import Batch, Losses, Needs, Sampling
+from drafters.vocab import DraftVocab
 
 HIDDEN, VOCAB, LENGTH = 8, 16, 6
 
@@ -80,11 +81,12 @@ class ToyDrafter(Drafter):
         self.proj = nn.Linear(spec.hidden_size, config.width)
         self.norm = nn.LayerNorm(config.width)
         self.out = nn.Linear(config.width, spec.hidden_size, bias=False)
-        self.register_buffer("d2t", torch.arange(spec.vocab_size - 5, spec.vocab_size) if ids is None else ids)
+        ids = torch.arange(spec.vocab_size - 5, spec.vocab_size) if ids is None else ids
+        self.vocab = DraftVocab(ids, num_full=spec.vocab_size)
 
     @classmethod
     def from_tensors(cls, config, spec, tensors):
-        return cls(config, spec, ids=torch.zeros_like(tensors["d2t"]))
+        return cls(config, spec, ids=torch.arange(len(tensors["vocab.d2t"])))
 
     @property
     def needs(self):

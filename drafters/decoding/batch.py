@@ -122,6 +122,7 @@ class LiveBatch:
         session = None
         if self.drafter is not None:
             session = self.drafter.session(self.target, len(prompts))
+            session.share(cache)
             session.extend(tokens_BT, lengths_B, anchor_B, out.aux_BSLD, out.last_BSD)
         return _Rows(cache, session, anchor_B, lengths_B + 1, streams, seen_BV)
 
@@ -275,6 +276,7 @@ class LiveBatch:
         rows.cache.join(new.cache)
         if rows.session is not None and new.session is not None:
             rows.session.join(new.session)
+            rows.session.share(rows.cache)
         if rows.streams is not None and new.streams is not None:
             rows.streams.join(new.streams)
         seen_BV = None

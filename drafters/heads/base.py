@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drafters.decoding.sampling import Draws
     from drafters.decoding.tree import Tree
     from drafters.heads.start import Start
+    from drafters.kv_cache import TargetCache
     from drafters.spec import TargetSpec
     from drafters.target import FrozenTarget, TargetHead
 
@@ -27,6 +28,10 @@ def size_of(module: nn.Module) -> tuple[int, int]:
 
 class Session(ABC):
     """One batch of rows being decoded. Rows advance by different counts; row b of every argument is row b here."""
+
+    def share(self, cache: "TargetCache") -> None:  # noqa: B027  (most drafters have no use for it)
+        """The target's own key/value cache of these rows, before the first `extend` and after every `join`. Between two
+        passes of the target it ends before the anchors. A drafter that reads it leaves it as it found it."""
 
     @abstractmethod
     def extend(
@@ -66,6 +71,11 @@ class Drafter(nn.Module, ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    @classmethod
+    def trains(cls, config: Any) -> bool:
+        """Whether a drafter of this config has something to train."""
+        return cls.loss is not Drafter.loss
 
     @classmethod
     def create(cls, config: Any, spec: "TargetSpec", start: "Start") -> Self:

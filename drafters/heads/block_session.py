@@ -1,6 +1,7 @@
 # Decoding with a block drafter: the context's keys and values are kept per row and layer, a proposal is one pass over
 # the block, then the sequential loop. Weights are cast, joined and restricted to the draft vocabulary once.
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.heads.base import Session
+from drafters.heads.chain import draft_chain
 from drafters.heads.layers import rope_table
 from drafters.heads.masks import attend
+from drafters.heads.output import DraftOutput
 from drafters.heads.tree_growth import grow
 from drafters.types import Proposal
 
@@ -36,8 +39,7 @@ class BlockSession(Session):
         self.layers = drafter.layer_weights(self.dtype)
         self.fc = drafter.fc.weight.to(self.dtype)
         self.all_kv = torch.cat([layer.kv for layer in self.layers])
-        self.support_V = None if drafter.vocab is None else drafter.vocab.ids_V
-        self.lm_head_VD = head.rows(self.support_V)
+        self.output = DraftOutput(head, drafter.vocab)
         self.bias_weight_VR: Tensor | None = None
         if drafter.markov_head is not None:
             self.bias_weight_VR = drafter.markov_head.markov_w2.weight.to(self.dtype)
@@ -119,38 +121,31 @@ class BlockSession(Session):
         """The first `length` drafts of a whole block: a shorter draft is a prefix of a longer one."""
         length = min(length, self.drafter.block_size)
         hidden_BSD = self.hidden()[:, :length]
-        logits_BSV = self.base_logits(hidden_BSD)
+        logits_BSV = self.output(hidden_BSD)
         head, confidence = self.drafter.markov_head, self.drafter.confidence_head
         state = None if head is None else head.start(len(hidden_BSD))
-        previous_B, tokens, dists, embedded, sure = self.anchor_B, [], [], [], []
-        for k in range(length):
-            logits_BV = logits_BSV[:, k]
-            if head is not None and self.bias_weight_VR is not None:
-                embedded.append(head.markov_w1(previous_B))
-                state, factor_BR = head.step(state, embedded[-1], hidden_BSD[:, k])
-                logits_BV = logits_BV + factor_BR.to(self.dtype) @ self.bias_weight_VR.T
-            previous_B, dist_BV = draws.draft(logits_BV, self.support_V)
-            if dist_BV is not None:
-                dists.append(dist_BV)
-            if confidence is None:
-                sure.append((logits_BV.softmax(-1) if dist_BV is None else dist_BV).amax(-1))
-            tokens.append(previous_B)
-        if confidence is not None:
-            logits_BS = confidence(hidden_BSD, torch.stack(embedded, dim=1) if embedded else None)
-        return Proposal(
-            tokens_BS=torch.stack(tokens, dim=1),
-            lengths_B=torch.full_like(self.anchor_B, length),
-            probs_BSV=torch.stack(dists, dim=1) if dists else None,
-            support_V=self.support_V,
-            confidence_BS=torch.stack(sure, dim=1) if confidence is None else logits_BS.sigmoid(),
-        )
+        embedded: list[Tensor] = []
+
+        def next_logits(k: int, previous_B: Tensor) -> Tensor:
+            nonlocal state
+            if head is None or self.bias_weight_VR is None:
+                return logits_BSV[:, k]
+            embedded.append(head.markov_w1(previous_B))
+            state, factor_BR = head.step(state, embedded[-1], hidden_BSD[:, k])
+            return logits_BSV[:, k] + factor_BR.to(self.dtype) @ self.bias_weight_VR.T
+
+        proposal = draft_chain(length, draws, next_logits, anchor_B=self.anchor_B, support_V=self.output.support_V)
+        if confidence is None:
+            return proposal
+        logits_BS = confidence(hidden_BSD, torch.stack(embedded, dim=1) if embedded else None)
+        return replace(proposal, confidence_BS=logits_BS.sigmoid())
 
     @torch.inference_mode()
     def propose_tree(self, tree: "Tree", draws: "Draws") -> Proposal:
         """A tree from the same pass over the block: slots of one depth share the backbone's logits, and the sequential
         head tells them apart by their parents."""
         hidden_BSD = self.hidden()[:, : tree.max_depth]
-        logits_BSV = self.base_logits(hidden_BSD)
+        logits_BSV = self.output(hidden_BSD)
         head = self.drafter.markov_head
         num_rows = len(hidden_BSD)
         state = None if head is None else head.start(num_rows)
@@ -167,12 +162,12 @@ class BlockSession(Session):
             state, factor_MR = head.step(state, head.markov_w1(tokens_BP.flatten()), hidden_MD)
             return logits_BPV + (factor_MR.to(self.dtype) @ self.bias_weight_VR.T).unflatten(0, shape)
 
-        return grow(tree, draws, level_logits, anchor_B=self.anchor_B, support_V=self.support_V)
+        return grow(tree, draws, level_logits, anchor_B=self.anchor_B, support_V=self.output.support_V)
 
     @torch.inference_mode()
     def hidden(self) -> Tensor:
-        """Backbone states [B, G, D] of every row's block, after the final norm."""
-        num_rows, block_size, spec = len(self.anchor_B), self.drafter.block_size, self.spec
+        """Backbone states [B, G, D] of the slots that draft, after the final norm."""
+        num_rows, block_size, spec = len(self.anchor_B), self.drafter.num_slots, self.spec
         anchors_BD = self.head.embed(self.anchor_B).float()
         masks = self.mask_embedding_D.expand(num_rows, block_size - 1, -1)
         x_MD = torch.cat([anchors_BD[:, None], masks], dim=1).flatten(0, 1)
@@ -190,17 +185,8 @@ class BlockSession(Session):
             out = attend(query, (held[0, :, :, seen], held[1, :, :, seen]), allowed_BYS, (own_keys, own_values))
             out = out.unflatten(2, (-1, block_size)).permute(0, 3, 1, 2, 4).reshape(num_rows * block_size, -1)
             x_MD = layer.finish(x_MD, out)
-        return self.drafter.norm(x_MD, dtype=self.dtype).unflatten(0, (num_rows, block_size))
-
-    def base_logits(self, hidden_BSD: Tensor) -> Tensor:
-        """Float logits [B, S, V'] without the sequential head's bias."""
-        # As rows: a slice of three dimensions would go through a batched product, at twice the time.
-        rows_MD = hidden_BSD.flatten(0, 1)
-        logits = (rows_MD @ self.lm_head_VD.T).float().unflatten(0, hidden_BSD.shape[:2])
-        if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
-        cap = self.spec.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        drafting_BGD = x_MD.unflatten(0, (num_rows, block_size))[:, block_size - self.drafter.block_size :]
+        return self.drafter.norm(drafting_BGD, dtype=self.dtype)
 
     def _visible(self) -> tuple[slice, Tensor | None]:
         """Buffer slots that some row sees, and which of them each row does; None when every row sees all."""

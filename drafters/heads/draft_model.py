@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
 from drafters.heads.base import Drafter, Session, size_of
+from drafters.heads.chain import draft_chain
 from drafters.types import Needs, Proposal
 
 if TYPE_CHECKING:
@@ -173,22 +174,16 @@ class DraftModelSession(Session):
         if self.drafted:
             self.cache.rollback(self.context_B)
         self.drafted = True
-        tokens, dists, sure = [], [], []
-        for k in range(1, length + 1):
-            logits_BV = self._read(self.context_B + k, logits="last")[:, 0, : self.num_ids]
-            token_B, dist_BV = draws.draft(logits_BV, self.support_V)
+
+        def next_logits(k: int, token_B: Tensor) -> Tensor:
             self.text_BT.scatter_(1, (self.context_B + k)[:, None], token_B[:, None])
-            tokens.append(token_B)
-            sure.append((logits_BV.softmax(-1) if dist_BV is None else dist_BV).amax(-1))
-            if dist_BV is not None:
-                dists.append(dist_BV)
-        return Proposal(
-            tokens_BS=torch.stack(tokens, 1),
-            lengths_B=torch.full_like(self.context_B, length),
-            probs_BSV=torch.stack(dists, 1) if dists else None,
-            support_V=self.support_V,
-            confidence_BS=torch.stack(sure, 1),
-        )
+            return self._read(self.context_B + k + 1, logits="last")[:, 0, : self.num_ids]
+
+        anchor_B = self.text_BT.gather(1, self.context_B[:, None])[:, 0]
+        proposal = draft_chain(length, draws, next_logits, anchor_B=anchor_B, support_V=self.support_V)
+        # The last draft stays in the text as well: where it stands it need not be written again.
+        self.text_BT.scatter_(1, (self.context_B + length)[:, None], proposal.tokens_BS[:, -1:])
+        return proposal
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drafters.spec import TargetSpec
 
-__all__ = ["MarkovHead", "SequentialHead", "teacher_forced"]
+__all__ = ["GatedHead", "MarkovHead", "RNNHead", "SequentialHead", "teacher_forced"]
 
 
 class SequentialHead(nn.Module, ABC):
@@ -52,16 +52,12 @@ class MarkovHead(SequentialHead):
         rank: int = 64
 
         def __post_init__(self) -> None:
-            if self.rank < 1:
-                raise ValueError(f"rank: got {self.rank}; accepted: 1 or more (for no head, sequential: null)")
+            _check_rank(self.rank)
 
     def __init__(self, config: Config, spec: TargetSpec, num_draft: int) -> None:
         super().__init__()
         self.config = config
-        self.markov_w1 = nn.Embedding(spec.vocab_size, config.rank)
-        self.markov_w2 = nn.Linear(config.rank, num_draft, bias=False)
-        nn.init.normal_(self.markov_w1.weight)
-        nn.init.zeros_(self.markov_w2.weight)
+        self.markov_w1, self.markov_w2 = _factors(config.rank, spec, num_draft)
 
     def start(self, num_rows: int) -> None:
         """No state."""
@@ -69,3 +65,81 @@ class MarkovHead(SequentialHead):
     def step(self, state: Tensor | None, embedded_NR: Tensor, hidden_ND: Tensor) -> tuple[None, Tensor]:
         """The embedding is the factor."""
         return None, embedded_NR
+
+
+class GatedHead(SequentialHead):
+    """B_k = (W_1[x_{k-1}] * sigmoid(W [h_k; W_1[x_{k-1}]] + b)) W_2 (2607.05147): the backbone says how much of the
+    previous token's bias applies. W_2 starts at zero, the gate half open."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """`rank` of the bias."""
+
+        rank: int = 64
+
+        def __post_init__(self) -> None:
+            _check_rank(self.rank)
+
+    def __init__(self, config: Config, spec: TargetSpec, num_draft: int) -> None:
+        super().__init__()
+        self.config = config
+        self.markov_w1, self.markov_w2 = _factors(config.rank, spec, num_draft)
+        self.gate_proj = nn.Linear(spec.hidden_size + config.rank, config.rank)
+        nn.init.normal_(self.gate_proj.weight, std=0.02)
+        nn.init.zeros_(self.gate_proj.bias)
+
+    def start(self, num_rows: int) -> None:
+        """No state."""
+
+    def step(self, state: Tensor | None, embedded_NR: Tensor, hidden_ND: Tensor) -> tuple[None, Tensor]:
+        """The gated embedding; the gate is computed in float32 or wider."""
+        inputs = torch.cat([hidden_ND.to(embedded_NR.dtype), embedded_NR], dim=-1)
+        return None, embedded_NR * torch.sigmoid(self.gate_proj(inputs))
+
+
+class RNNHead(SequentialHead):
+    """B_k = W_2^T tanh(W_o z_k) (2607.05147), with z_k = [s_{k-1}; W_1[x_{k-1}]; h_k], a gate g = sigmoid(W_g z_k), the
+    state s_k = g * s_{k-1} + (1 - g) * tanh(W_c z_k), and s_0 = 0: a bias from all tokens drafted so far. W_g, W_c, W_o
+    are one joint projection; W_2 starts at zero."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """`rank` of the bias and width of the state."""
+
+        rank: int = 64
+
+        def __post_init__(self) -> None:
+            _check_rank(self.rank)
+
+    def __init__(self, config: Config, spec: TargetSpec, num_draft: int) -> None:
+        super().__init__()
+        self.config = config
+        self.markov_w1, self.markov_w2 = _factors(config.rank, spec, num_draft)
+        self.joint_proj = nn.Linear(2 * config.rank + spec.hidden_size, 3 * config.rank)
+        nn.init.normal_(self.joint_proj.weight, std=0.02)
+        nn.init.zeros_(self.joint_proj.bias)
+
+    def start(self, num_rows: int) -> Tensor:
+        """Zeros [N, R]."""
+        return self.markov_w1.weight.new_zeros(num_rows, self.config.rank)
+
+    def step(self, state: Tensor | None, embedded_NR: Tensor, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """The state after this token, and the factor; in float32 or wider."""
+        assert state is not None
+        inputs = torch.cat([state, embedded_NR, hidden_ND.to(state.dtype)], dim=-1)
+        gate, candidate, output = self.joint_proj(inputs).chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return gate * state + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
+
+
+def _factors(rank: int, spec: TargetSpec, num_draft: int) -> tuple[nn.Embedding, nn.Linear]:
+    """W_1, random, and W_2, zero."""
+    first, second = nn.Embedding(spec.vocab_size, rank), nn.Linear(rank, num_draft, bias=False)
+    nn.init.normal_(first.weight)
+    nn.init.zeros_(second.weight)
+    return first, second
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 1:
+        raise ValueError(f"rank: got {rank}; accepted: 1 or more (for no head, sequential: null)")

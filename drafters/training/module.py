@@ -101,7 +101,8 @@ class DistillModule(LightningModule):
             return self.drafter.loss(batch, self.target_head)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        losses = self.losses(batch)
+        done = 0.0 if self.total_steps is None else self.trainer.global_step / self.total_steps
+        losses = self.losses(replace(batch, progress=min(1.0, done)))
         self._window.add(batch, losses)
         return losses.total
 

@@ -77,7 +77,7 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
     measured = dict(settings["report"])
     held_out = {"num_prompts": measured.pop("num_prompts", "???")}
     drafter = build_config(settings["drafter"], key="drafter")
-    if issubclass(drafter[0], Drafter) and drafter[0].loss is Drafter.loss:
+    if issubclass(drafter[0], Drafter) and not drafter[0].trains(drafter[1]):
         raise ConfigError(
             f"drafter: '{drafter[1].name}' has nothing to train; measure it with evaluate.py run={drafter[1].name} "
             "target=NAME, or beside a run with compare="

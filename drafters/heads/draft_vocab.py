@@ -1,0 +1,56 @@
+# The reduced draft vocabulary of a trained head: counted when it is new, read back from its tensors afterwards, never
+# counted twice. Every head holds it as `vocab` (None = the target's whole vocabulary): it is stored as `vocab.d2t`.
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from drafters.errors import CheckpointError, ConfigError
+from drafters.spec import TargetSpec
+from drafters.vocab import DraftVocab, count_vocab, coverage
+
+if TYPE_CHECKING:
+    from drafters.heads.start import Start
+
+__all__ = ["STORED", "check_vocab", "new_vocab", "stored_vocab"]
+
+STORED = "vocab.d2t"  # its name among a drafter's tensors
+
+logger = logging.getLogger(__name__)
+
+
+def new_vocab(size: int | None, spec: TargetSpec, start: "Start") -> DraftVocab | None:
+    """The `size` most frequent tokens of the training text; None (the whole vocabulary) for no size."""
+    if size is None:
+        return None
+    tokens = start.supervised_tokens()
+    vocab = count_vocab(tokens, size=size, vocab_size=spec.vocab_size, always=spec.eos_ids)
+    logger.info("draft vocabulary: %d tokens hold %.1f %% of the text", size, 100 * coverage(tokens, vocab))
+    return vocab
+
+
+def stored_vocab(size: int | None, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> DraftVocab | None:
+    """The draft vocabulary among stored `tensors`. Raises CheckpointError where that is not what `size` says."""
+    if (size is None) != (STORED not in tensors):
+        raise CheckpointError(
+            f"{STORED}: {'present' if STORED in tensors else 'missing'}, but draft_vocab_size is {size}; "
+            "the folder is damaged, or its config was edited"
+        )
+    return None if size is None else DraftVocab(tensors[STORED], num_full=spec.vocab_size)
+
+
+def check_vocab(size: int | None, spec: TargetSpec, vocab: DraftVocab | None) -> None:
+    """Raises ConfigError unless `vocab` has the `size` of the config, and ids of this target."""
+    given = None if vocab is None else vocab.size
+    if given != size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: got {size} with a draft vocabulary of {given}; "
+            "they must agree (count_vocab makes one from the training tokens)"
+        )
+    if vocab is not None and vocab.num_full != spec.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: the draft vocabulary was counted for {vocab.num_full} target tokens, "
+            f"this target has {spec.vocab_size}"
+        )
