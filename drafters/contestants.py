@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from glob import iglob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def find_entries(names: Sequence[str], baselines: Mapping[str, Any], *, key: str
     is neither, CheckpointError for a run that has no drafter."""
     if not names:
         raise ConfigError(f"{key}: it is empty; accepted: run folders and baselines ({', '.join(baselines)})")
+    names = [each for name in names for each in _matches(name, key=key)]
     if twice := sorted({str(name) for name in names if names.count(name) > 1}):
         raise ConfigError(f"{key}: '{twice[0]}' is there twice; name each once")
     entries = [_find(name, baselines, key=key) for name in names]
@@ -54,6 +56,16 @@ def find_entries(names: Sequence[str], baselines: Mapping[str, Any], *, key: str
         Entry(name=given if short.count(entry.name) > 1 else entry.name, settings=entry.settings, run=entry.run)
         for given, entry in zip(names, entries, strict=True)
     ]
+
+
+def _matches(name: str, *, key: str) -> list[str]:
+    """The finished runs that a pattern such as `outputs/*-smollm2` matches, in order; another name as it is."""
+    if not isinstance(name, str) or "*" not in name or Path(name).exists():
+        return [name]
+    runs = [path for path in sorted(iglob(name)) if (Path(path) / "drafter").is_dir()]
+    if not runs:
+        raise ConfigError(f"{key}: '{name}' matches no run with a drafter; accepted: folders such as outputs/*-smollm2")
+    return runs
 
 
 def _find(name: str, baselines: Mapping[str, Any], *, key: str) -> Entry:

@@ -2,6 +2,9 @@
 # under a 2-D attention mask; `compact` closes them by a gather, right-aligned. transformers counts sliding windows in
 # slots, so a target that has them may have no hole between a new token and its past: it is compacted before a pass.
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -101,8 +104,7 @@ class TargetCache:
 
         Returns the attention mask [B, slots] for the pass that fills them, None when all slots are valid.
         """
-        if self._sliding and not self.dense and not self._right_aligned():
-            self.compact()
+        self._close_holes()
         batch = self.lengths_B.shape[0]
         if lengths_B is None:
             new = torch.ones(batch, width, dtype=torch.bool, device=self.valid_BS.device)
@@ -113,6 +115,20 @@ class TargetCache:
             self.dense = self.dense and bool((lengths_B == width).all())
         self.valid_BS = torch.cat([self.valid_BS, new], dim=1)
         return None if self.dense else self.valid_BS.long()
+
+    @contextmanager
+    def draft(self) -> Iterator[None]:
+        """What passes within it append, be it to some of the layers only, is gone at its end. None of them compacts,
+        since layers may differ in slots: where windows ask for that, it is done at the beginning, as the target's next
+        pass would."""
+        self._close_holes()
+        lengths_B, valid_BS, dense = self.lengths_B, self.valid_BS, self.dense
+        try:
+            yield
+        finally:
+            self.lengths_B, self.valid_BS, self.dense = lengths_B, valid_BS, dense
+            for layer in self.hf.layers:
+                layer.crop_to(self.num_slots)
 
     def rollback(self, lengths_B: Tensor) -> None:
         """Keep only the first `lengths_B[b]` tokens of each row b."""
@@ -172,6 +188,11 @@ class TargetCache:
         valid = [F.pad(cache.valid_BS, (slots - cache.num_slots, 0)) for cache in (self, other)]
         self.lengths_B, self.valid_BS = lengths_B, torch.cat(valid)
         self.dense = bool(self.valid_BS.all())
+
+    def _close_holes(self) -> None:
+        """Compact where a hole would push tokens out of a window."""
+        if self._sliding and not self.dense and not self._right_aligned():
+            self.compact()
 
     def _right_aligned(self) -> bool:
         return bool((self.valid_BS[:, 1:] >= self.valid_BS[:, :-1]).all())

@@ -92,6 +92,14 @@ class TargetHead:
         return cls(spec, embedding_VD=tensors["embedding"], lm_head_VD=lm_head)
 
 
+class _Exit(Exception):
+    """Ends a pass after a layer: the one way out of a forward method that every family has."""
+
+    def __init__(self, state_BSD: Tensor) -> None:
+        super().__init__()
+        self.state_BSD = state_BSD
+
+
 class FrozenTarget:
     """A causal LM of `transformers`, frozen: hidden states, logits, embeddings, cached decoding with rollback."""
 
@@ -112,6 +120,7 @@ class FrozenTarget:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._captured: dict[int, Tensor] = {}
         self._wanted: Sequence[int] = ()
+        self._exit_layer: int | None = None
         self._patterns = layer_patterns(config, len(self.decoder.layers))
         self._masks: dict[Pattern, Tensor] = {}
         self._trees_checked = False
@@ -246,6 +255,38 @@ class FrozenTarget:
             logits_BSV=self.head.logits(read), aux_BSLD=aux_BSLD, last_BSD=last_BSD if needs.last else None
         )
 
+    @torch.inference_mode()
+    def first_layers(self, tokens_BS: Tensor, cache: TargetCache, *, exit_layer: int) -> Tensor:
+        """Output [B, S, D] of decoder layer `exit_layer` for new tokens, all valid; the layers after it do not run.
+
+        The layers up to it append to `cache`, so this belongs within `cache.draft()`, which undoes it.
+        """
+        width = tokens_BS.shape[1]
+        positions_BS = cache.lengths_B[:, None] + torch.arange(width, device=self.device)
+        mask = cache.append(None, width)
+        self._exit_layer = exit_layer
+        try:
+            self.decoder(
+                input_ids=tokens_BS.to(self.device),
+                attention_mask=mask,
+                position_ids=positions_BS,
+                use_cache=True,
+                **{self._cache_name: cache.hf},
+            )
+        except _Exit as reached:
+            return reached.state_BSD
+        finally:
+            self._exit_layer = None
+        raise AssertionError(f"the target has no layer {exit_layer}")
+
+    @property
+    def final_norm(self) -> Any:
+        """The module that makes the last state of the last layer's output. Raises ConfigError where it is not found."""
+        norm = getattr(self.decoder, "norm", None)
+        if norm is None:
+            raise ConfigError(f"target: {type(self.decoder).__name__} has no final `norm`, so no early layer can draft")
+        return norm
+
     def check_trees(self) -> None:
         """Prove, once, that a tree pass gives what plain decoding of its paths gives; `step` calls it by itself.
 
@@ -277,8 +318,11 @@ class FrozenTarget:
 
     def _hook(self, index: int) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            state_BSD = output[0] if isinstance(output, tuple) else output
             if index in self._wanted:
-                self._captured[index] = output[0] if isinstance(output, tuple) else output
+                self._captured[index] = state_BSD
+            if index == self._exit_layer:
+                raise _Exit(state_BSD)
 
         return keep
 

@@ -33,7 +33,7 @@ NEEDED = {
     ("source", "hub"): ["source.hub_id=a/b"],
 }
 # Baselines that evaluate.py measures.
-UNTRAINED = {("drafter", "ngram"), ("drafter", "draft_model")}
+UNTRAINED = {("drafter", "ngram"), ("drafter", "draft_model"), ("drafter", "layer_skip")}
 # Groups whose nodes a dataclass without a `_target_` types.
 TYPED = {"cache": CaptureConfig, "data": DataConfig, "loss": LossWeights}
 

@@ -76,6 +76,19 @@ def test_a_run_without_a_drafter_is_refused(run, tmp_path):
         found(str(tmp_path / "run"))
 
 
+def test_a_pattern_names_the_finished_runs_that_it_matches(run, tmp_path, monkeypatch):
+    for name in ("b-tiny", "a-tiny", "other"):
+        shutil.copytree(run, tmp_path / "outputs" / name)
+    (tmp_path / "outputs" / "no-tiny" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert [entry.name for entry in found("outputs/*-tiny", "ngram")] == ["a-tiny", "b-tiny", "ngram"]
+    assert [entry.name for entry in found(f"{tmp_path}/outputs/*-tiny")] == ["a-tiny", "b-tiny"]
+    with pytest.raises(ConfigError, match=r"'outputs/z\*' matches no run with a drafter"):
+        found("outputs/z*")
+    with pytest.raises(ConfigError, match="there twice"):
+        found("outputs/*-tiny", "outputs/a-tiny")
+
+
 def test_the_target_is_the_given_one_or_that_of_the_first_run(run, tmp_path):
     second = shutil.copytree(run, tmp_path / "second")
     path = second / ".hydra" / "settings.json"

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.config import build_config
-from drafters.errors import ConfigError, DataError
+from drafters.errors import ConfigError
 from drafters.heads.anchors import Anchors, sample_anchors
+from drafters.heads.aux_states import aux_of
 from drafters.heads.base import Drafter
 from drafters.heads.confidence import ConfidenceHead
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
@@ -185,19 +186,11 @@ class BlockDrafter(Drafter):
     def _contexts(self, batch: Batch, weights: list[LayerWeights], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B * T, K, H] of the context, for each layer, projected once per conversation."""
         num_rows, width = batch.tokens_BT.shape
-        fused_MD = self.context_states(self._aux(batch).flatten(0, 1), self.fc.weight.to(dtype))
+        fused_MD = self.context_states(aux_of(batch, self.config.layer_ids).flatten(0, 1), self.fc.weight.to(dtype))
         all_kv = F.linear(fused_MD, torch.cat([w.kv for w in weights])).chunk(len(weights), dim=-1)
         positions_M = torch.arange(width, device=fused_MD.device).repeat(num_rows)
         cos, sin = rope_table(positions_M, self.inv_freq)
         return [w.context(kv, cos, sin) for w, kv in zip(weights, all_kv, strict=True)]
-
-    def _aux(self, batch: Batch) -> Tensor:
-        missing = set(self.config.layer_ids) - set(batch.layer_ids)
-        if batch.aux_BTLD is None or missing:
-            raise DataError(f"batch: no states of target layers {sorted(missing)}; it has {list(batch.layer_ids)}")
-        if batch.layer_ids == self.config.layer_ids:
-            return batch.aux_BTLD
-        return batch.aux_BTLD[:, :, [batch.layer_ids.index(i) for i in self.config.layer_ids]]
 
     def _blocks(self, anchors: Anchors, hidden_AGD: Tensor) -> Blocks:
         blocks, embedded_AGR = Blocks(hidden_AGD=hidden_AGD), None

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.heads.layers import DraftLayer, rms_norm
+from drafters.spec import TargetSpec
 from drafters.types import Batch
 from drafters.vocab import DraftVocab
 
 if TYPE_CHECKING:
     from drafters.heads.block import BlockDrafter
 
-__all__ = ["bigram_factors", "copy_target_layers"]
+__all__ = ["HEAD_NORMS", "PROJECTIONS", "bigram_factors", "copy_target_layers", "layer_mismatch"]
 
 PROJECTIONS = (
     "self_attn.q_proj.weight",
@@ -44,7 +45,7 @@ def copy_target_layers(drafter: "BlockDrafter", tensors: Mapping[str, Tensor], s
     num_layers, spec = len(drafter.layers), drafter.spec
     first = spec.num_layers - num_layers
     names = [f"model.layers.{first + i}." for i in range(num_layers)]
-    reason = "the drafter has more layers than the target" if first < 0 else _mismatch(drafter, tensors, names)
+    reason = "the drafter has more layers than the target" if first < 0 else layer_mismatch(spec, tensors, names)
     if reason is not None:
         warnings.warn(f"drafter.init: 'target' is not possible: {reason}; the layers start random", stacklevel=3)
         return
@@ -77,10 +78,11 @@ def _rms_of(layer: DraftLayer, projection: Tensor, states_MD: Tensor | None) -> 
     return float((normed_MD @ projection.T).square().mean().sqrt())
 
 
-def _mismatch(drafter: "BlockDrafter", tensors: Mapping[str, Tensor], names: list[str]) -> str | None:
-    """Why the target's layers cannot be copied, or None."""
-    shapes = {name: p.shape for name, p in drafter.layers[0].named_parameters()}
-    for prefix in names:
+def layer_mismatch(spec: TargetSpec, tensors: Mapping[str, Tensor], prefixes: list[str]) -> str | None:
+    """Why the target's layers of these name prefixes cannot be copied into draft layers, or None."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in DraftLayer(spec).named_parameters()}
+    for prefix in prefixes:
         for name in PROJECTIONS:
             if prefix + name not in tensors:
                 return f"the target has no '{prefix + name}' (fused or expert weights?)"
