@@ -29,6 +29,7 @@ TRUNK_IMPORTS = {
     "decoding/render.py": {"rich"},
     "decoding/show.py": {"rich"},
     "door.py": {"rich"},
+    "heads/mtp_block.py": {"transformers"},
     "kv_cache.py": {"transformers"},
     "target.py": {"safetensors", "transformers"},
     "target_probe.py": {"transformers"},

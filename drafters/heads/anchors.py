@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafters.types import Batch
 
-__all__ = ["Anchors", "sample_anchors"]
+__all__ = ["Anchors", "sample_anchors", "with_a_row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +55,9 @@ def sample_anchors(batch: Batch, *, num_anchors: int, block_size: int) -> Anchor
         counted_AG=supervised_AG.cumprod(1).bool(),
         states_AG=rows_A[:, None] * width + safe_AG - 1,
     )
+
+
+def with_a_row(anchors: Anchors) -> Anchors:
+    """All but those at position 0, before which there is no state."""
+    kept_A = anchors.positions_A > 0
+    return Anchors(**{name: values[kept_A] for name, values in vars(anchors).items()})

@@ -17,7 +17,7 @@ from drafters.vocab import DraftVocab
 if TYPE_CHECKING:
     from drafters.heads.block import BlockDrafter
 
-__all__ = ["HEAD_NORMS", "PROJECTIONS", "bigram_factors", "copy_target_layers", "layer_mismatch"]
+__all__ = ["HEAD_NORMS", "PROJECTIONS", "bigram_factors", "copy_layer", "copy_target_layers", "layer_mismatch"]
 
 PROJECTIONS = (
     "self_attn.q_proj.weight",
@@ -59,14 +59,20 @@ def copy_target_layers(drafter: "BlockDrafter", tensors: Mapping[str, Tensor], s
         states_MD = sample.aux_BTLD[:, :, sample.layer_ids.index(drafter.config.layer_ids[-1])][valid_BT].float()
     for layer, prefix in zip(drafter.layers, names, strict=True):
         assert isinstance(layer, DraftLayer)
-        state = dict(layer.named_parameters())
-        for name in PROJECTIONS:
+        copy_layer(layer, tensors, prefix, states_MD)
+
+
+@torch.no_grad()
+def copy_layer(layer: DraftLayer, tensors: Mapping[str, Tensor], prefix: str, states_MD: Tensor | None = None) -> None:
+    """Copy one layer of the target, whose names begin with `prefix`; `states_MD` are inputs to measure scales on."""
+    state = dict(layer.named_parameters())
+    for name in PROJECTIONS:
+        state[name].copy_(tensors[prefix + name])
+    for name, projection in zip(HEAD_NORMS, PROJECTIONS[:2], strict=True):
+        if prefix + name in tensors:
             state[name].copy_(tensors[prefix + name])
-        for name, projection in zip(HEAD_NORMS, PROJECTIONS[:2], strict=True):
-            if prefix + name in tensors:
-                state[name].copy_(tensors[prefix + name])
-            else:
-                state[name].fill_(_rms_of(layer, state[projection], states_MD))
+        else:
+            state[name].fill_(_rms_of(layer, state[projection], states_MD))
 
 
 def _rms_of(layer: DraftLayer, projection: Tensor, states_MD: Tensor | None) -> float:
