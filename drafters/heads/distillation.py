@@ -123,7 +123,7 @@ class _Kept:
             return None
         if into_AG is None:
             into_AG = found_N.new_zeros(self.anchors.counted_AG.shape)
-        part = into_AG[:, self.slots].flatten()
+        part = into_AG[:, self.slots].flatten().clone()
         part[self.rows_N] = found_N
         into_AG[:, self.slots] = part.view(-1, self.slots.stop - self.slots.start)
         return into_AG

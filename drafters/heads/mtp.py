@@ -19,7 +19,7 @@ from drafters.heads.distillation import Blocks, Distillation, no_anchors
 from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
 from drafters.heads.exit import norm_gain
 from drafters.heads.layers import DraftLayer, RMSNorm, compute_dtype
-from drafters.heads.mtp_block import BlockKind, OwnBlock, TargetBlock
+from drafters.heads.mtp_block import BlockKind, OwnBlock, TargetBlock, plain_config
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec
 from drafters.types import Batch, Losses, Needs
@@ -124,7 +124,7 @@ class MtpDrafter(Drafter):
     def create(cls, config: Config, spec: TargetSpec, start: "Start") -> "MtpDrafter":
         """Counts the draft vocabulary in the training text and starts from the target as `config` says."""
         if config.block == "target" and config.target_config is None:
-            config = replace(config, target_config=start.target.model.config.get_text_config().to_dict())
+            config = replace(config, target_config=plain_config(start.target))
         drafter = cls(config, spec, vocab=new_vocab(config.draft_vocab_size, spec, start))
         if config.init == "target":
             drafter.init_from_target(start.target)

@@ -4,9 +4,10 @@
 
 import copy
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,16 @@ from drafters.heads.layers import DraftLayer, LayerWeights, rope_table
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec
 
-__all__ = ["BlockKind", "OwnBlock", "TargetBlock"]
+if TYPE_CHECKING:
+    from drafters.target import FrozenTarget
+
+__all__ = ["BlockKind", "OwnBlock", "TargetBlock", "plain_config"]
+
+
+def plain_config(target: "FrozenTarget") -> dict[str, Any]:
+    """The target's config as `TargetBlock` takes it and as JSON keeps it."""
+    plain: dict[str, Any] = json.loads(json.dumps(target.model.config.get_text_config().to_dict()))
+    return plain
 
 
 class BlockKind(ABC):
