@@ -35,6 +35,7 @@ def train(cfg: DictConfig) -> None:
     from drafters.training.fit import fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import place
+    from drafters.warm_start import folder_of
 
     plan, settings = read_plan(cfg), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
@@ -43,6 +44,8 @@ def train(cfg: DictConfig) -> None:
         if run.report.is_file() and (run.has_drafter or run.checkpoint is None):
             say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
             return
+        if plan.warm_start is not None and run.checkpoint is None:
+            folder_of(plan.warm_start)
         parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         target = load_target(settings["target"], device=cfg.device)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)

@@ -2,7 +2,7 @@
 # parts are functions and small modules. A drafter that cannot be trained implements `session` alone.
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
@@ -86,6 +86,10 @@ class Drafter(nn.Module, ABC):
     def from_tensors(cls, config: Any, spec: "TargetSpec", tensors: Mapping[str, Tensor]) -> Self:
         """A drafter of the shape of stored `tensors`, which the caller loads into it."""
         return cls(config, spec)
+
+    def begin_neutral(self, new: Collection[str]) -> None:
+        """Let the parts whose parameters are `new` change nothing at first, where that is possible: the others were
+        trained without them."""
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 # optional confidence head. Embedding and output projection are the target's; they are passed in, never owned.
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +19,7 @@ from drafters.heads.base import Drafter
 from drafters.heads.confidence import ConfidenceHead
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
 from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
-from drafters.heads.layers import DraftLayer, LayerWeights, RMSNorm, compute_dtype, rope_table
+from drafters.heads.layers import LAYER_OUTPUTS, DraftLayer, LayerWeights, RMSNorm, compute_dtype, rope_table
 from drafters.heads.masks import BlockLayout, block_attention
 from drafters.heads.sequential import SequentialHead, teacher_forced
 from drafters.losses import LossWeights
@@ -201,6 +201,13 @@ class BlockDrafter(Drafter):
         if self.confidence_head is not None:
             blocks.confidence_AG = self.confidence_head(hidden_AGD, embedded_AGR)
         return blocks
+
+    @torch.no_grad()
+    def begin_neutral(self, new: Collection[str]) -> None:
+        """New layers pass their input on, and a new sequential head adds no bias."""
+        for name, parameter in self.named_parameters():
+            if name in new and name.endswith((*LAYER_OUTPUTS, "markov_w2.weight")):
+                parameter.zero_()
 
     def init_from_target(
         self, tensors: Mapping[str, Tensor], sample: Batch | None = None, tokens: Tensor | None = None

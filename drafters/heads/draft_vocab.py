@@ -22,7 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 def new_vocab(size: int | None, spec: TargetSpec, start: "Start") -> DraftVocab | None:
-    """The `size` most frequent tokens of the training text; None (the whole vocabulary) for no size."""
+    """That of the drafter that training starts from, else the `size` most frequent tokens of the training text; None
+    (the whole vocabulary) for no size. Raises ConfigError when the one to start from has another size."""
+    if start.warm is not None:
+        ids_V = start.warm.state_dict().get(STORED)
+        if size != (known := None if ids_V is None else len(ids_V)):
+            raise ConfigError(
+                f"drafter.draft_vocab_size: got {size}, but the drafter of warm_start has {known}, and its vocabulary "
+                f"comes with it; accepted: drafter.draft_vocab_size={'null' if known is None else known}"
+            )
+        return None if ids_V is None else DraftVocab(ids_V, num_full=spec.vocab_size)
     if size is None:
         return None
     tokens = start.supervised_tokens()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drafters.spec import TargetSpec
 
 __all__ = [
+    "LAYER_OUTPUTS",
     "DraftLayer",
     "LayerWeights",
     "RMSNorm",
@@ -23,6 +24,10 @@ __all__ = [
     "rope_table",
     "rotate",
 ]
+
+
+# What a layer adds to the residual stream goes through these.
+LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

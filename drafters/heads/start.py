@@ -13,6 +13,7 @@ from drafters.errors import ConfigError
 from drafters.types import Batch, Example, Needs
 
 if TYPE_CHECKING:
+    from drafters.heads.base import Drafter
     from drafters.target import FrozenTarget
 
 __all__ = ["Start"]
@@ -22,12 +23,14 @@ SAMPLE_SIZE = 8  # conversations that scales are measured on
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """`examples` are the training conversations, `states` where their states lie, at `indices`."""
+    """`examples` are the training conversations, `states` where their states lie, at `indices`; `warm` is a drafter
+    whose draft vocabulary the new one has to share."""
 
     target: "FrozenTarget"
     examples: Sequence[Example]
     states: StateSource
     indices: Sequence[int]
+    warm: "Drafter | None" = None
 
     def supervised_tokens(self) -> list[Tensor]:
         """The tokens [n] of each conversation that a drafter will have to draft."""

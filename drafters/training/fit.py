@@ -1,6 +1,7 @@
 # From a plan to trained weights: the drafter that a run starts from, and Lightning's fit with all that watches it.
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from drafters.training.module import DistillModule
 from drafters.training.plan import Plan, one_line
 from drafters.training.probing import Probe
 from drafters.training.saving import TrainingInterrupted
+from drafters.warm_start import load_warm_start, take_over, weights_of
 
 __all__ = ["fit", "start_drafter"]
 
@@ -31,7 +33,11 @@ def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
     cls, config = plan.drafter
     torch.manual_seed(plan.data.seed)
     drafter: Drafter
-    if run.checkpoint is None:
+    if run.checkpoint is None and plan.warm_start is not None:
+        old = load_warm_start(plan.warm_start, start.target.spec)
+        drafter = cls.create(config, start.target.spec, replace(start, warm=old))
+        take_over(drafter, old)
+    elif run.checkpoint is None:
         drafter = cls.create(config, start.target.spec, start)
     else:
         drafter = drafter_of_checkpoint(run.checkpoint, cls, config, start.target.spec)
@@ -53,7 +59,12 @@ def fit(
         config=plan.callbacks,
         console=screen(),
         probe=(probe, plan.report.sampling),
-        provenance={"run": plan.name, "data_hash": cache.manifest.key.data_hash, "seed": plan.data.seed},
+        provenance={
+            "run": plan.name,
+            "data_hash": cache.manifest.key.data_hash,
+            "seed": plan.data.seed,
+            "warm_start": None if plan.warm_start is None else weights_of(plan.warm_start),
+        },
     )
     remember_wandb(run.folder, plan.logger)
     fitting = trainer(logger=plan.logger, callbacks=callbacks, default_root_dir=str(run.folder))

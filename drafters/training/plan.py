@@ -33,10 +33,11 @@ DECIDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume:
-    """Whether to go on in a folder that was begun with other settings."""
+class Beginning:
+    """`resume`: whether to go on in a folder that was begun with other settings. `warm_start`: a run to begin from."""
 
     resume: bool
+    warm_start: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class Plan:
     report: MeasureConfig
     num_prompts: int
     resume: bool
+    warm_start: str | None
     logger: Any
 
 
@@ -82,6 +84,7 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
             f"drafter: '{drafter[1].name}' has nothing to train; measure it with evaluate.py run={drafter[1].name} "
             "target=NAME, or beside a run with compare="
         )
+    beginning = typed(Beginning, {key: settings[key] for key in ("resume", "warm_start")}, key="")
     return Plan(
         name=str(name),
         source=build_config(settings["source"], key="source")[1],
@@ -92,7 +95,8 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
         callbacks=build_config(settings["callbacks"], key="callbacks")[1],
         num_prompts=typed(HeldOut, held_out, key="report").num_prompts,
         report=typed(MeasureConfig, measured, key="report"),
-        resume=typed(Resume, {"resume": settings["resume"]}, key="").resume,
+        resume=beginning.resume,
+        warm_start=beginning.warm_start,
         logger=logger,
     )
 
