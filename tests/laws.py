@@ -19,16 +19,20 @@ PROMPTS = [torch.tensor(ids) for ids in ([3, 0, 0, 3, 0, 0], [3])]
 
 
 def small_pair():
-    """A sharpened target, whose tokens depend on what stands where before them, and a perturbed copy of it."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    """A sharpened target, and a perturbed copy of it."""
+    return [small_target(noise=noise) for noise in (0.0, 0.8)]
+
+
+def small_target(*, num_layers=2, noise=0.0):
+    """One whose tokens depend on what stands where before them."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": num_layers}
     special = {"bos_token_id": None, "eos_token_id": None}
-    pair = [sharp_target(vocab_size=SMALL_V, scale=24, noise=noise, **sizes, **special) for noise in (0.0, 0.8)]
+    target = sharp_target(vocab_size=SMALL_V, scale=24, noise=noise, **sizes, **special)
     with torch.no_grad():
-        for target in pair:
-            for name, weight in target.model.named_parameters():
-                if "self_attn" in name:
-                    weight.mul_(36 if "q_proj" in name or "k_proj" in name else 6)
-    return pair
+        for name, weight in target.model.named_parameters():
+            if "self_attn" in name:
+                weight.mul_(36 if "q_proj" in name or "k_proj" in name else 6)
+    return target
 
 
 class PointDrafter(CopyDrafter):

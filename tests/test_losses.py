@@ -26,6 +26,12 @@ def make_head(spec: TargetSpec, *, scale: float = 1.0, cap: float | None = None,
     return TargetHead(replace(spec, logit_scale=scale, logit_softcap=cap), embedding_VD=weight, lm_head_VD=weight)
 
 
+def own_logits(inputs: DistillInput, ids: Tensor, head: TargetHead) -> Tensor:
+    """Draft logits over `ids`: the target's projection of the states, or one of the drafter's own, and the bias."""
+    z = 0.0 if inputs.hidden_ND is None else full_logits(inputs.hidden_ND, head)[:, ids]
+    return z if inputs.bias_NR is None else z + inputs.bias_NR @ inputs.bias_weight_VR.T
+
+
 def full_logits(states: Tensor, head: TargetHead) -> Tensor:
     raw = head.spec.logit_scale * states @ head.lm_head_VD.to(states.dtype).T
     cap = head.spec.logit_softcap
@@ -61,9 +67,7 @@ def naive(
     full_NV = full_logits(inputs.target_MD, head)[inputs.target_rows_N]
     p_full = full_NV.softmax(-1)
     ids = torch.arange(VOCAB) if inputs.vocab is None else inputs.vocab.ids_V
-    z = full_logits(inputs.hidden_ND, head)[:, ids]
-    if inputs.bias_NR is not None:
-        z = z + inputs.bias_NR @ inputs.bias_weight_VR.T
+    z = own_logits(inputs, ids, head)
     log_p = z.log_softmax(-1)
     p = torch.zeros_like(p_full).index_add(1, ids, log_p.exp())
     q = p_full[:, ids] / p_full[:, ids].sum(-1, keepdim=True)
@@ -95,6 +99,33 @@ TERM_SETS = [
     dict(ce=0.0, l1=0.0, kl=0.0, lk=1.0),
     dict(ce=0.3, l1=0.7, kl=0.5, lk=0.2),
 ]
+
+
+@pytest.mark.parametrize("terms", TERM_SETS)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.7, None), (0.7, 3.0)])
+def test_an_output_projection_of_its_own_equals_the_naive_twin(spec, terms, reduced, scale, cap):
+    """The target's scale and softcap are not the drafter's."""
+    head = make_head(spec, scale=scale, cap=cap)
+    given = make_inputs(head, reduced=reduced)
+    num_draft = VOCAB if given.vocab is None else given.vocab.size
+    generator = torch.Generator().manual_seed(4)
+    weight_VD = torch.randn(num_draft, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
+    inputs = replace(given, hidden_ND=None, bias_NR=given.hidden_ND, bias_weight_VR=weight_VD)
+    weights = LossWeights(**terms, chunk=7)
+    out = distill(inputs, head, weights, want_metrics=True)
+    total, naive_terms, accept, agree = naive(inputs, head, weights)
+    torch.testing.assert_close(out.total, total)
+    torch.testing.assert_close(out.accept_N, accept)
+    assert torch.equal(out.agree_N, agree)
+    for name, term in out.terms.items():
+        torch.testing.assert_close(term, naive_terms[name])
+    for one, other in zip(
+        torch.autograd.grad(2.5 * out.total, leaves(inputs)),
+        torch.autograd.grad(2.5 * total, leaves(inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("terms", TERM_SETS)

@@ -65,7 +65,7 @@ def test_a_drafter_begins_as_one_of_its_kind(tiny, name):
 
 
 def test_the_vocabulary_comes_with_it_and_is_not_counted_again(tiny, monkeypatch):
-    old = shaken(tiny.drafter("parallel"))
+    old = shaken(tiny.drafter("parallel", sample_from_anchor=True))
     old.vocab.d2t[-1] = 127
     monkeypatch.setattr("drafters.heads.draft_vocab.count_vocab", None)
     assert torch.equal(started(tiny, "markov", old).vocab.ids_V, old.vocab.ids_V)
@@ -73,7 +73,7 @@ def test_the_vocabulary_comes_with_it_and_is_not_counted_again(tiny, monkeypatch
     for size in (50, None):
         with pytest.raises(ConfigError, match=rf"draft_vocab_size: got {size}, but .* accepted: .*=100$"):
             started(tiny, "markov", old, draft_vocab_size=size)
-    whole = shaken(tiny.drafter("parallel", draft_vocab_size=None))
+    whole = shaken(tiny.drafter("parallel", sample_from_anchor=True, draft_vocab_size=None))
     with pytest.raises(ConfigError, match=r"got 100, but .* has None, .*draft_vocab_size=null$"):
         started(tiny, "markov", whole)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.heads.anchors import Anchors, sample_anchors
+from drafters.heads.anchors import Anchors, sample_anchors, with_a_row
 from drafters.heads.aux_states import aux_of
 from drafters.heads.base import Drafter
 from drafters.heads.block_init import HEAD_NORMS, PROJECTIONS, layer_mismatch
@@ -124,7 +124,7 @@ class Eagle3Drafter(Drafter):
         """Distillation on the unrolled steps of sampled anchors; products in the autocast dtype, float32 outside."""
         device = batch.last_BTD.device
         dtype = compute_dtype(device)
-        anchors = _with_a_row(sample_anchors(batch, num_anchors=self.config.num_anchors, block_size=self.block_size))
+        anchors = with_a_row(sample_anchors(batch, num_anchors=self.config.num_anchors, block_size=self.block_size))
         with torch.autocast(device.type, enabled=False):
             if len(anchors.rows_A) == 0:
                 return no_anchors(self, device)
@@ -198,12 +198,6 @@ class Eagle3Drafter(Drafter):
                 weight = weight * (head_gain / expected_rms).repeat(len(weight) // len(head_gain))[:, None]
             own[name].zero_()
             own[name][:, hidden:].copy_(weight)
-
-
-def _with_a_row(anchors: Anchors) -> Anchors:
-    """All but those at position 0, before which there is no state."""
-    kept_A = anchors.positions_A > 0
-    return Anchors(**{name: values[kept_A] for name, values in vars(anchors).items()})
 
 
 def _order(rows_A: Tensor, num_rows: int) -> tuple[Tensor, int]:
