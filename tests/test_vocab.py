@@ -1,5 +1,7 @@
 # The draft vocabulary: counting, ties, forced ids, the two maps, and what is refused.
 
+import copy
+
 import pytest
 import torch
 
@@ -35,6 +37,24 @@ def test_coverage():
     vocab = count_vocab(TOKENS, size=2, vocab_size=12)
     assert coverage(TOKENS, vocab) == pytest.approx(6 / 10)
     assert coverage([], vocab) == 0.0
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, ids):
+        super().__init__()
+        self.vocab = DraftVocab(torch.tensor(ids), num_full=12)
+
+
+def test_it_is_stored_with_the_module_that_holds_it():
+    """As its ids alone, which no cast changes; what is loaded is looked up, in a copy too."""
+    first, second = Holder([5, 7]).half(), Holder([0, 1])
+    assert {name: t.tolist() for name, t in first.state_dict().items()} == {"vocab.d2t": [5, 7]}
+    assert not list(first.parameters())
+    second.load_state_dict(first.state_dict())
+    for vocab in (second.vocab, copy.deepcopy(second).vocab):
+        assert vocab.ids_V.tolist() == [5, 7]
+        assert vocab.to_draft(torch.tensor([0, 5, 7])).tolist() == [-1, 0, 1]
+    assert first.vocab.to("meta").id_to_draft_V.is_meta
 
 
 @pytest.mark.parametrize("size", [0, 1, 13])
