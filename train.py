@@ -35,7 +35,7 @@ def train(cfg: DictConfig) -> None:
     from drafters.training.fit import fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import place
-    from drafters.warm_start import folder_of
+    from drafters.warm_start import folder_of, load_warm_start
 
     plan, settings = read_plan(cfg), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
@@ -48,6 +48,9 @@ def train(cfg: DictConfig) -> None:
             folder_of(plan.warm_start)
         parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         target = load_target(settings["target"], device=cfg.device)
+        warm = None
+        if plan.warm_start is not None and run.checkpoint is None:
+            warm = load_warm_start(plan.warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
         room = target.spec.max_position - plan.report.max_new_tokens
         prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts, room=room)
@@ -55,7 +58,7 @@ def train(cfg: DictConfig) -> None:
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
         cache = capture_states(target, splits, plan.cache, encoder=encoder)
-        start = Start(target=target, examples=splits["train"], states=cache, indices=cache.split("train"))
+        start = Start(target=target, examples=splits["train"], states=cache, indices=cache.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
         config = measured_as(plan, target)
         check_settings(drafter, prompts, config, key="report")

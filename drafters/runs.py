@@ -20,7 +20,7 @@ FREE = ("cwd", "name", "outputs", "run_dir", "resume", "logger", "device", "call
 
 
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
-FIXED = ("target", "source", "data", "drafter")
+FIXED = ("target", "source", "data", "drafter", "warm_start")
 
 
 @dataclass(frozen=True)

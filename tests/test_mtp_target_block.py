@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from drafters.checkpoint import load_drafter, save_drafter
+from drafters.checkpoint import drafter_of_checkpoint, load_drafter, save_drafter
 from drafters.decoding.loop import DecodeConfig, decode
 from drafters.errors import ConfigError
 from drafters.heads.mtp import MtpDrafter
-from drafters.heads.mtp_block import TargetBlock
+from drafters.heads.mtp_block import TargetBlock, plain_config
 from drafters.losses import LossWeights
 from drafters.target import FrozenTarget
 from drafters.types import Sampling
@@ -19,9 +19,9 @@ from tests.block_doubles import make_batch
 from tests.contract_cases import World, texts_of
 from tests.mtp_doubles import make_mtp
 from tests.session_cases import CE_ALONE, check_session
-from tests.test_families import sharpened
+from tests.test_families import FAMILIES, family_model, sharpened
 from tests.test_lossless import generate
-from tests.tiny import SIZES
+from tests.tiny import SIZES, tiny_llama
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -150,3 +150,66 @@ def test_a_target_without_a_list_of_layers_is_refused():
     config = transformers.GPT2Config(vocab_size=32, n_embd=8, n_layer=2, n_head=2).to_dict()
     with pytest.raises(ConfigError, match=r"drafter\.block: 'target' is not possible for GPT2Model"):
         TargetBlock(config)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *TARGETS])
+def test_the_block_is_the_target_s_layer(name):
+    """On what enters that layer it gives what leaves it, over whole rows and step by step. Some families, as Granite,
+    scale what enters their decoder."""
+    target = target_of(name) if name in TARGETS else FrozenTarget.from_model(family_model(name), mask_token_id=3)
+    kind = TargetBlock(plain_config(target))
+    block = kind.new()
+    block.load_state_dict(target.decoder.layers[kind.index].state_dict())
+    tokens_BT = torch.randint(3, 128, (2, 15), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), target.capture([kind.index - 1, kind.index]) as seen:
+        target.model(tokens_BT, use_cache=False)
+        x_BTD, expected_BTD = (seen[index] for index in (kind.index - 1, kind.index))
+        got_BTD = kind.over(kind.prepare(block, torch.float32, training=True), x_BTD)
+        torch.testing.assert_close(got_BTD, expected_BTD, rtol=1e-4, atol=1e-4)
+        ready, cache = kind.prepare(block, torch.float32, training=False), kind.new_cache(2, target.device)
+        at_B, rows_B1 = torch.zeros(2, dtype=torch.int64), torch.arange(2)[:, None]
+        for counts in ([4, 7], [1, 3], [5, 1], [5, 4]):
+            positions_BS = at_B[:, None] + torch.arange(max(counts))
+            x_BSD = x_BTD[rows_B1, positions_BS.clamp(max=14)]
+            got_BSD = kind.step(ready, x_BSD, cache, positions_BS, torch.tensor(counts))
+            for b, (at, count) in enumerate(zip(at_B.tolist(), counts, strict=True)):
+                torch.testing.assert_close(got_BSD[b, :count], expected_BTD[b, at : at + count], rtol=1e-4, atol=1e-4)
+            at_B = at_B + torch.tensor(counts)
+
+
+def test_dropout_of_the_target_is_off():
+    model = tiny_llama(attention_dropout=0.5)
+    target = FrozenTarget.from_model(model, mask_token_id=3)
+    drafter, batch = make_mtp(target, block="target").train(), make_batch(target, [20, 9])
+    assert torch.equal(drafter.loss(batch, target.head).total, drafter.loss(batch, target.head).total)
+
+
+def test_sessions_keep_what_the_family_keeps_in_float32():
+    """The biases of a router choose experts: rounded ones choose others."""
+    kind = TargetBlock(plain_config(target_of("deepseek_v3")))
+    block = kind.new()
+    block.mlp.gate.e_score_correction_bias.uniform_()
+    ready, _ = kind.prepare(block, torch.bfloat16, training=False)
+    assert ready.mlp.gate.e_score_correction_bias.dtype == torch.float32
+    assert torch.equal(ready.mlp.gate.e_score_correction_bias, block.mlp.gate.e_score_correction_bias)
+    assert {p.dtype for p in ready.parameters()} == {torch.bfloat16}
+    with torch.inference_mode():
+        x_BSD, cache = torch.randn(1, 3, SIZES["hidden_size"]), kind.new_cache(1, torch.device("cpu"))
+        kind.step((ready, torch.bfloat16), x_BSD, cache, torch.arange(3)[None], torch.tensor([3]))
+
+
+def test_a_run_goes_on_with_the_target_s_block(tmp_path):
+    """A checkpoint is read with the settings of the run, in which the target's config is not filled in."""
+    target = target_of("mimo")
+    start, config = world_of(target).start, MtpDrafter.Config(block="target", block_size=2)
+    drafter = MtpDrafter.create(config, target.spec, start)
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {f"drafter.{name}": value for name, value in drafter.state_dict().items()}}, path)
+    found = drafter_of_checkpoint(path, MtpDrafter, MtpDrafter.complete(config, start), target.spec)
+    assert found.config == drafter.config
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in drafter.state_dict().items())
+
+
+def test_a_family_that_transformers_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match=r"drafter\.block: 'target' is not possible for 'theirs'"):
+        TargetBlock({"model_type": "theirs"})

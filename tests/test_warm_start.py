@@ -3,13 +3,14 @@
 import json
 import logging
 import shutil
+import tempfile
 from dataclasses import replace
 
 import pytest
 import torch
 
 import train
-from drafters.checkpoint import load_drafter, save_drafter
+from drafters.checkpoint import load_drafter, read_config, save_drafter
 from drafters.config import build_config
 from drafters.errors import CheckpointError, ConfigError
 from drafters.heads.block import BlockDrafter
@@ -24,10 +25,14 @@ def tiny():
 
 
 def started(tiny, name, old, **settings):
+    """A new drafter that begins from `old`, by way of its folder."""
     cls, config = build_config({**tiny.shrunk(node_of(name)), **settings}, key="drafter")
+    with tempfile.TemporaryDirectory() as folder:
+        save_drafter(old, f"{folder}/drafter", spec=tiny.target.spec)
+        warm = load_warm_start(folder, cls, config, tiny.target.spec)
     torch.manual_seed(5)
-    drafter = cls.create(config, tiny.target.spec, replace(tiny.start, warm=old))
-    take_over(drafter, old)
+    drafter = cls.create(config, tiny.target.spec, replace(tiny.start, warm=warm))
+    take_over(drafter, warm)
     return drafter.eval()
 
 
@@ -84,10 +89,12 @@ def test_the_log_lists_what_was_taken_and_what_is_new(tiny, caplog):
     )
     with caplog.at_level(logging.INFO, logger="drafters"):
         started(tiny, "markov", old, num_layers=2, confidence=False)
-    taken, new, left = (line for line in caplog.messages if line.startswith("warm start"))
+    taken, new, left, *shapes = (line for line in caplog.messages if line.startswith("warm start"))
     assert taken == "warm start: taken fc.weight, hidden_norm.weight, layers.0 (11), norm.weight"
     assert new == "warm start: new layers.1 (11), markov_head (2)"
     assert left == "warm start: left behind confidence_head (2)"
+    assert shapes[0] == "warm start: markov_head.markov_w1.weight is new since it was [128, 4], now [128, 6]"
+    assert len(shapes) == 2
 
 
 def test_equal_tensors_of_another_meaning_warn(tiny):
@@ -97,13 +104,22 @@ def test_equal_tensors_of_another_meaning_warn(tiny):
     old = tiny.drafter("mtp")
     with pytest.warns(UserWarning, match="drafter.order is hidden_first, but was embedding_first"):
         started(tiny, "mtp", old, order="hidden_first")
+    with pytest.warns(UserWarning, match=r"drafter\.sequential is .*RNNHead, but was .*MarkovHead"):
+        started(tiny, "rnn", tiny.drafter("markov"))
 
 
 def test_another_family_is_refused(tiny):
     with pytest.raises(
-        ConfigError, match=r"nothing of a MedusaDrafter \('medusa'\) fits this BlockDrafter \('markov'\)"
+        ConfigError, match=r"holds a MedusaDrafter \('medusa'\), of which a BlockDrafter \('markov'\) can"
     ):
         started(tiny, "markov", tiny.drafter("medusa"))
+    with pytest.raises(ConfigError, match=r"holds a BlockDrafter \('markov'\), of which a Eagle3Drafter"):
+        started(tiny, "eagle3", tiny.drafter("markov"))
+
+
+def opened(tiny, path):
+    drafter = tiny.drafter("parallel")
+    return load_warm_start(str(path), type(drafter), drafter.config, tiny.target.spec)
 
 
 def saved(tiny, folder, **changes):
@@ -114,7 +130,7 @@ def test_places(tiny, tmp_path):
     saved(tiny, tmp_path / "run" / "drafter")
     for path in (tmp_path / "run", tmp_path / "run" / "drafter"):
         assert folder_of(str(path)) == tmp_path / "run" / "drafter"
-        assert isinstance(load_warm_start(str(path), tiny.target.spec), BlockDrafter)
+        assert isinstance(opened(tiny, path), BlockDrafter)
     with pytest.raises(ConfigError, match=r"warm_start: got '.*', where no drafter is; accepted: the folder of a"):
         folder_of(str(tmp_path))
 
@@ -122,10 +138,10 @@ def test_places(tiny, tmp_path):
 def test_a_fine_tuned_target_warns_and_one_of_other_sizes_is_refused(tiny, tmp_path):
     saved(tiny, tmp_path / "drafter", weights_hash="other")
     with pytest.warns(UserWarning, match="was trained for a target with weights other, this one has"):
-        load_warm_start(str(tmp_path), tiny.target.spec)
+        opened(tiny, tmp_path)
     saved(tiny, tmp_path / "drafter", hidden_size=64)
     with pytest.raises(CheckpointError, match="hidden_size = 64"):
-        load_warm_start(str(tmp_path), tiny.target.spec)
+        opened(tiny, tmp_path)
 
 
 def test_a_damaged_drafter_is_refused(tiny, tmp_path):
@@ -134,7 +150,7 @@ def test_a_damaged_drafter_is_refused(tiny, tmp_path):
         file.seek(-3, 2)
         file.write(b"abc")
     with pytest.raises(CheckpointError, match="sha256"):
-        load_warm_start(str(tmp_path), tiny.target.spec)
+        opened(tiny, tmp_path)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         folder_of(str(tmp_path))
@@ -158,7 +174,17 @@ def test_a_resumed_run_does_not_need_it_any_more(world, first, tmp_path):
     train.train(train_settings(world, *settings))
     shutil.rmtree(tmp_path / "old")
     train.train(train_settings(world, *settings[:2], "optim.max_steps=5", "resume=true"))
-    assert load_drafter(world / "outputs" / "goes-on" / "drafter") is not None
+    config, old = (read_config(one / "drafter") for one in (world / "outputs" / "goes-on", first))
+    assert config["provenance"]["warm_start"] == old["weights"]["sha256"]
+    with pytest.raises(CheckpointError, match=r"cannot go on with another warm_start"):
+        train.train(train_settings(world, f"warm_start={first}", *settings[1:2], "optim.max_steps=7", "resume=true"))
+
+
+def test_what_does_not_fit_costs_nothing(world, first, monkeypatch):
+    monkeypatch.setattr("data.capture.capture_states", lambda *args, **kwargs: pytest.fail("it was captured"))
+    settings = [f"warm_start={first}", "name=never-too"]
+    with pytest.raises(ConfigError, match=r"draft_vocab_size: got 32, but the drafter of warm_start has 64"):
+        train.train(train_settings(world, *settings, "drafter.draft_vocab_size=32"))
 
 
 def test_a_wrong_place_costs_nothing(world, monkeypatch):

@@ -78,6 +78,11 @@ class Drafter(nn.Module, ABC):
         return cls.loss is not Drafter.loss
 
     @classmethod
+    def complete(cls, config: Any, start: "Start") -> Any:
+        """`config` with what only `start` can tell; `create` does this by itself, a run that goes on needs it first."""
+        return config
+
+    @classmethod
     def create(cls, config: Any, spec: "TargetSpec", start: "Start") -> Self:
         """A new drafter to train; `start` offers what it may begin from."""
         return cls(config, spec)

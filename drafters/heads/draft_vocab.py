@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
 from drafters.vocab import DraftVocab, count_vocab, coverage
 
 if TYPE_CHECKING:
     from drafters.heads.start import Start
 
-__all__ = ["STORED", "check_vocab", "new_vocab", "stored_vocab"]
+__all__ = ["STORED", "check_vocab", "new_vocab", "stored_vocab", "vocab_of"]
 
 STORED = "vocab.d2t"  # its name among a drafter's tensors
 
@@ -25,19 +26,25 @@ def new_vocab(size: int | None, spec: TargetSpec, start: "Start") -> DraftVocab 
     """That of the drafter that training starts from, else the `size` most frequent tokens of the training text; None
     (the whole vocabulary) for no size. Raises ConfigError when the one to start from has another size."""
     if start.warm is not None:
-        ids_V = start.warm.state_dict().get(STORED)
-        if size != (known := None if ids_V is None else len(ids_V)):
-            raise ConfigError(
-                f"drafter.draft_vocab_size: got {size}, but the drafter of warm_start has {known}, and its vocabulary "
-                f"comes with it; accepted: drafter.draft_vocab_size={'null' if known is None else known}"
-            )
-        return None if ids_V is None else DraftVocab(ids_V, num_full=spec.vocab_size)
+        return vocab_of(start.warm, size, spec)
     if size is None:
         return None
     tokens = start.supervised_tokens()
     vocab = count_vocab(tokens, size=size, vocab_size=spec.vocab_size, always=spec.eos_ids)
     logger.info("draft vocabulary: %d tokens hold %.1f %% of the text", size, 100 * coverage(tokens, vocab))
     return vocab
+
+
+def vocab_of(drafter: Drafter, size: int | None, spec: TargetSpec) -> DraftVocab | None:
+    """The draft vocabulary of another drafter, for one of this `size`. Raises ConfigError when it has another size."""
+    ids_V = drafter.state_dict().get(STORED)
+    known = None if ids_V is None else len(ids_V)
+    if size != known:
+        raise ConfigError(
+            f"drafter.draft_vocab_size: got {size}, but the drafter of warm_start has {known}, and its vocabulary "
+            f"comes with it; accepted: drafter.draft_vocab_size={'null' if known is None else known}"
+        )
+    return None if ids_V is None else DraftVocab(ids_V, num_full=spec.vocab_size)
 
 
 def stored_vocab(size: int | None, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> DraftVocab | None:

@@ -107,6 +107,8 @@ class MtpDrafter(Drafter):
                     f"depth_weights: got {list(weights)}; accepted: one of 0 or more for each of {self.block_size} "
                     "depths, not all 0"
                 )
+            if self.block == "qwen3" and self.target_config is not None:
+                raise ValueError("target_config: got one with block 'qwen3'; accepted: null, it belongs to 'target'")
 
     def __init__(self, config: Config, spec: TargetSpec, *, vocab: DraftVocab | None = None) -> None:
         super().__init__()
@@ -121,10 +123,16 @@ class MtpDrafter(Drafter):
         self.vocab = vocab
 
     @classmethod
+    def complete(cls, config: Config, start: "Start") -> Config:
+        """Fills in the target's own config where blocks are of its class."""
+        if config.block == "target" and config.target_config is None:
+            return replace(config, target_config=plain_config(start.target))
+        return config
+
+    @classmethod
     def create(cls, config: Config, spec: TargetSpec, start: "Start") -> "MtpDrafter":
         """Counts the draft vocabulary in the training text and starts from the target as `config` says."""
-        if config.block == "target" and config.target_config is None:
-            config = replace(config, target_config=plain_config(start.target))
+        config = cls.complete(config, start)
         drafter = cls(config, spec, vocab=new_vocab(config.draft_vocab_size, spec, start))
         if config.init == "target":
             drafter.init_from_target(start.target)

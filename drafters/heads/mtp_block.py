@@ -26,9 +26,9 @@ __all__ = ["BlockKind", "OwnBlock", "TargetBlock", "plain_config"]
 
 
 def plain_config(target: "FrozenTarget") -> dict[str, Any]:
-    """The target's config as `TargetBlock` takes it and as JSON keeps it."""
+    """The target's config as `TargetBlock` takes it and as JSON keeps it, without the folder that it lay in."""
     plain: dict[str, Any] = json.loads(json.dumps(target.model.config.get_text_config().to_dict()))
-    return plain
+    return {**plain, "_name_or_path": ""}
 
 
 class BlockKind(ABC):
@@ -106,13 +106,20 @@ class TargetBlock(BlockKind):
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = AutoConfig.for_model(**config)
-        with torch.device("meta"):
-            self.shell: Any = AutoModel.from_config(self.config)
-        if not isinstance(getattr(self.shell, "layers", None), nn.ModuleList):
+        try:
+            self.config = AutoConfig.for_model(**config)
+            with torch.device("meta"):
+                self.shell: Any = AutoModel.from_config(self.config)
+        except ValueError as error:
             raise ConfigError(
-                f"drafter.block: 'target' is not possible for {type(self.shell).__name__}, which has no list of "
-                "layers; accepted: qwen3"
+                f"drafter.block: 'target' is not possible for '{config['model_type']}', which transformers does not "
+                "know by itself; accepted: qwen3"
+            ) from error
+        parts = dict(self.shell.named_children())
+        if not {"layers", "rotary_emb"} <= parts.keys():
+            raise ConfigError(
+                f"drafter.block: 'target' is not possible for {type(self.shell).__name__}, which has no `layers` or no "
+                "`rotary_emb`; accepted: qwen3"
             )
         types = getattr(self.config, "layer_types", None)
         kinds = types or ["full_attention"] * len(self.shell.layers)
@@ -142,7 +149,12 @@ class TargetBlock(BlockKind):
 
     def prepare(self, block: nn.Module, dtype: torch.dtype, *, training: bool) -> tuple[nn.Module, torch.dtype]:
         """The module itself in training, where autocast casts; a copy in `dtype` in decoding."""
-        return (block if training else copy.deepcopy(block).to(dtype)), dtype
+        if training:
+            return block, dtype
+        block = copy.deepcopy(block)
+        for parameter in block.parameters():  # not buffers: routers keep their biases in float32
+            parameter.data = parameter.data.to(dtype)
+        return block, dtype
 
     def over(self, ready: tuple[nn.Module, torch.dtype], x_BTD: Tensor) -> Tensor:
         """The family's own forward pass."""
@@ -171,9 +183,13 @@ class TargetBlock(BlockKind):
 
     def _run(self, block: nn.Module, x_BSD: Tensor, **inputs: Any) -> Tensor:
         self.shell.rotary_emb.to(x_BSD.device)
-        self.shell.layers = nn.ModuleList([block])
+        # Without dropout: equal batches must give equal losses.
+        self.shell.layers = nn.ModuleList([block.eval()])
+        # Some families scale what enters their decoder; the block reads `x_BSD` as it is.
+        as_is = block.register_forward_pre_hook(lambda module, args: (x_BSD, *args[1:]))
         try:
             states_BSD: Tensor = self.shell(inputs_embeds=x_BSD, **inputs).last_hidden_state
         finally:
+            as_is.remove()
             self.shell.layers = nn.ModuleList()
         return states_BSD

@@ -1,7 +1,6 @@
 # From a plan to trained weights: the drafter that a run starts from, and Lightning's fit with all that watches it.
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from drafters.training.module import DistillModule
 from drafters.training.plan import Plan, one_line
 from drafters.training.probing import Probe
 from drafters.training.saving import TrainingInterrupted
-from drafters.warm_start import load_warm_start, take_over, weights_of
+from drafters.warm_start import begun_from, take_over
 
 __all__ = ["fit", "start_drafter"]
 
@@ -33,14 +32,12 @@ def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
     cls, config = plan.drafter
     torch.manual_seed(plan.data.seed)
     drafter: Drafter
-    if run.checkpoint is None and plan.warm_start is not None:
-        old = load_warm_start(plan.warm_start, start.target.spec)
-        drafter = cls.create(config, start.target.spec, replace(start, warm=old))
-        take_over(drafter, old)
-    elif run.checkpoint is None:
+    if run.checkpoint is None:
         drafter = cls.create(config, start.target.spec, start)
+        if start.warm is not None:
+            take_over(drafter, start.warm)
     else:
-        drafter = drafter_of_checkpoint(run.checkpoint, cls, config, start.target.spec)
+        drafter = drafter_of_checkpoint(run.checkpoint, cls, cls.complete(config, start), start.target.spec)
     start.check_block_size(drafter.block_size)
     return drafter
 
@@ -63,7 +60,7 @@ def fit(
             "run": plan.name,
             "data_hash": cache.manifest.key.data_hash,
             "seed": plan.data.seed,
-            "warm_start": None if plan.warm_start is None else weights_of(plan.warm_start),
+            "warm_start": None if plan.warm_start is None else begun_from(plan.warm_start, run),
         },
     )
     remember_wandb(run.folder, plan.logger)
