@@ -4,6 +4,7 @@
 #   accept = sum_V' min(p_d, p_t)      l1 = |p_d - p_t|_1 = 2 (1 - accept)      lk = -log accept
 #   ce = -log p_d(label)               kl = sum_V' q log(q / p_d)
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,13 +51,14 @@ class LossWeights:
             raise ValueError(f"first: unknown term '{unknown[0]}'; accepted: {', '.join(TERMS)}, confidence")
         last = {name: getattr(self, name) for name in (*TERMS, "confidence")}
         for name, weight in [*last.items(), *((f"first.{name}", weight) for name, weight in first.items())]:
-            if weight < 0:
-                raise ValueError(f"{name}: got {weight}; accepted: 0 (off) or more")
-        if self.ce + self.l1 + self.kl + self.lk == 0:
-            raise ValueError("ce, l1, kl, lk: all 0; at least one of them trains the draft logits")
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"{name}: got {weight}; accepted: 0 (off) or more, finite")
+        for when, weights in (("", last), (" where `first` begins", {**last, **first})):
+            if not any(weights[name] for name in TERMS):
+                raise ValueError(f"{', '.join(TERMS)}: all 0{when}; at least one of them trains the draft logits")
         if not 0 < self.first_share <= 1:
             raise ValueError(f"first_share: got {self.first_share}; accepted: above 0, at most 1 (the whole training)")
-        if self.chunk < 1 or (self.gamma is not None and self.gamma <= 0):
+        if self.chunk < 1 or (self.gamma is not None and not self.gamma > 0):
             raise ValueError(f"chunk: got {self.chunk}, gamma: got {self.gamma}; both must be positive")
 
     def at(self, progress: float) -> "LossWeights":

@@ -64,6 +64,8 @@ def _inverse(ids_V: Tensor, num_full: int) -> Tensor:
 
 
 def _look_up_loaded(vocab: DraftVocab, _: Any) -> None:
+    # Loading writes into the tensor in place; another tensor tells who gathered rows by the old ids.
+    vocab.d2t = vocab.d2t.clone()
     vocab.id_to_draft_V = _inverse(vocab.d2t, vocab.num_full)
 
 

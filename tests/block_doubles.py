@@ -16,6 +16,8 @@ from drafters.vocab import DraftVocab
 
 LAYER_IDS = (0, 2)
 MARKOV = {"_target_": "drafters.heads.sequential.MarkovHead", "rank": 6}
+GATED = {"_target_": "drafters.heads.sequential.GatedHead", "rank": 6}
+RNN = {"_target_": "drafters.heads.sequential.RNNHead", "rank": 6}
 RUNNING = {"_target_": "tests.block_doubles.RunningHead"}
 
 
@@ -60,7 +62,7 @@ def make_drafter(target: FrozenTarget, *, seed: int = 0, reduced: bool = True, *
         for name, parameter in drafter.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
-            elif "markov" not in name:
+            elif "markov_w" not in name:
                 parameter.normal_(std=0.3)
         if drafter.markov_head is not None:
             drafter.markov_head.markov_w2.weight.normal_(std=0.3)
@@ -97,9 +99,11 @@ def batch_of(target: FrozenTarget, tokens_BT: Tensor, lengths_B: Tensor, mask_BT
 
 
 def naive_states(drafter: BlockDrafter, target: FrozenTarget, aux_TLD: Tensor, anchor: int, position: int) -> Tensor:
-    """States [G, D] of one block after the final norm: one anchor, a dense mask, torch's own attention."""
+    """States [G, D] of one block after the final norm: one anchor, a dense mask, torch's own attention. Draft k comes
+    from the k-th slot, the anchor's at first, or from the mask token at the draft's own position."""
     spec, config = drafter.spec, drafter.config
-    size, num_groups = config.block_size, spec.num_heads // spec.num_kv_heads
+    size = config.block_size if config.sample_from_anchor else 1 + config.block_size
+    num_groups = spec.num_heads // spec.num_kv_heads
 
     def norm(x: Tensor, module: Any) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), module.weight, spec.rms_norm_eps)
@@ -129,4 +133,4 @@ def naive_states(drafter: BlockDrafter, target: FrozenTarget, aux_TLD: Tensor, a
         x = x + attn.o_proj(out.transpose(0, 1).flatten(1))
         y = norm(x, layer.post_attention_layernorm)
         x = x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
-    return norm(x, drafter.norm)
+    return norm(x if config.sample_from_anchor else x[1:], drafter.norm)

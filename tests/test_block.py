@@ -30,8 +30,10 @@ WINDOWS = [1, 5, 100, None]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_backbone_equals_the_naive_twin(target, window):
-    drafter, batch = make_drafter(target, window=window), make_batch(target, [20, 9, 14])
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_backbone_equals_the_naive_twin(target, window, from_anchor):
+    drafter = make_drafter(target, window=window, sample_from_anchor=from_anchor)
+    batch = make_batch(target, [20, 9, 14])
     anchors, states_AGD = states_of(drafter, target, batch)
     naive = [
         naive_states(drafter, target, batch.aux_BTLD[row, : batch.lengths_B[row]], int(batch.tokens_BT[row, p]), int(p))
@@ -47,10 +49,13 @@ def test_backbone_equals_the_naive_twin(target, window):
         assert other.abs().max() > 0
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_block_depends_on_the_context_before_its_anchor_only(target, window):
+@pytest.mark.parametrize(
+    ("window", "from_anchor"), [*((window, True) for window in WINDOWS), (5, False), (None, False)]
+)
+def test_a_block_depends_on_the_context_before_its_anchor_only(target, window, from_anchor):
     """Change one conversation position at a time: a block changes if and only if it may see that position."""
-    drafter, batch = make_drafter(target, window=window, num_anchors=100), make_batch(target, [12, 8])
+    drafter = make_drafter(target, window=window, num_anchors=100, sample_from_anchor=from_anchor)
+    batch = make_batch(target, [12, 8])
     anchors, before = states_of(drafter, target, batch)
     for row, length in enumerate(batch.lengths_B.tolist()):
         for position in range(length):
@@ -64,10 +69,11 @@ def test_a_block_depends_on_the_context_before_its_anchor_only(target, window):
             assert torch.equal(changed_A, sees_A), f"row {row}, position {position}"
 
 
-@pytest.mark.parametrize("window", [5, None])
-def test_no_token_after_the_anchor_changes_a_block(target, window):
+@pytest.mark.parametrize(("window", "from_anchor"), [(5, True), (None, True), (5, False)])
+def test_no_token_after_the_anchor_changes_a_block(target, window, from_anchor):
     """New tokens from some position on, with the target's states of the new text: blocks anchored before stay."""
-    drafter, batch = make_drafter(target, window=window, num_anchors=100), make_batch(target, [14])
+    drafter = make_drafter(target, window=window, num_anchors=100, sample_from_anchor=from_anchor)
+    batch = make_batch(target, [14])
     anchors, before = states_of(drafter, target, batch)
     for start in range(1, 14):
         tokens_BT = batch.tokens_BT.clone()
@@ -158,7 +164,10 @@ def test_every_valid_anchor_can_be_drawn_and_none_twice():
     assert torch.equal(again[0].positions_A, again[1].positions_A)
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": None}, {"sequential": None}, {"confidence": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window": None}, {"sequential": None}, {"confidence": False}, {"sample_from_anchor": False}],
+)
 @pytest.mark.parametrize("reduced", [True, False])
 def test_loss_equals_the_naive_twin(target, settings, reduced):
     weights = LossWeights(ce=0.2, l1=0.9, kl=0.4, lk=0.1, gamma=3.0, chunk=7)

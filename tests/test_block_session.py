@@ -11,7 +11,7 @@ from drafters.heads.anchors import sample_anchors
 from drafters.heads.block import BlockDrafter
 from drafters.heads.sequential import teacher_forced
 from drafters.types import Batch, Sampling
-from tests.block_doubles import MARKOV, RUNNING, make_batch, make_drafter
+from tests.block_doubles import GATED, MARKOV, RNN, RUNNING, make_batch, make_drafter
 from tests.tiny import tiny_target
 
 GREEDY = Sampling()
@@ -73,11 +73,14 @@ class Reader:
         self.at, self.rows = [self.at[r] for r in rows], [self.rows[r] for r in rows]
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-@pytest.mark.parametrize("window", [3, 7, None])
-@pytest.mark.parametrize("sequential", [MARKOV, RUNNING, None])
-def test_session_equals_training_after_ragged_reading(target, window, reduced, sequential):
-    drafter = make_drafter(target, window=window, reduced=reduced, sequential=sequential)
+KINDS = [(kind, True) for kind in (MARKOV, GATED, RNN, RUNNING, None)] + [(MARKOV, False), (RNN, False), (None, False)]
+
+
+@pytest.mark.parametrize(("window", "reduced"), [(3, True), (7, False), (None, True)])
+@pytest.mark.parametrize(("sequential", "from_anchor"), KINDS)
+def test_session_equals_training_after_ragged_reading(target, window, reduced, sequential, from_anchor):
+    settings = {"window": window, "sequential": sequential, "sample_from_anchor": from_anchor}
+    drafter = make_drafter(target, reduced=reduced, **settings)
     batch = make_batch(target, [60, 48, 55], prompt=1)
     reader = Reader(drafter, target, batch)
     steps = [[4, 9, 2], [1, 5, 3], [5, 1, 1], [2, 2, 14], [3, 5, 4], "keep", [1, 4], [5, 1], [5, 5], [2, 4], [5, 3]]
@@ -164,7 +167,7 @@ def test_confidence_of_a_slot_does_not_see_its_token(target, confidence):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_p=0.95)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("sequential", [MARKOV, RUNNING, None])
+@pytest.mark.parametrize("sequential", [MARKOV, GATED, RNN, RUNNING, None])
 def test_a_tree_of_one_branch_is_a_chain(target, sampling, sequential):
     drafter, batch = make_drafter(target, sequential=sequential), make_batch(target, [20, 30], prompt=1)
     reader = Reader(drafter, target, batch)
@@ -177,7 +180,7 @@ def test_a_tree_of_one_branch_is_a_chain(target, sampling, sequential):
         torch.testing.assert_close(drafted.probs_BSV, chain.probs_BSV)
 
 
-@pytest.mark.parametrize("sequential", [MARKOV, RUNNING, None])
+@pytest.mark.parametrize("sequential", [MARKOV, GATED, RNN, RUNNING, None])
 def test_slots_of_a_tree_are_the_best_after_their_own_path(target, sequential):
     drafter, batch = make_drafter(target, sequential=sequential), make_batch(target, [20, 30], prompt=1)
     reader = Reader(drafter, target, batch)

@@ -90,3 +90,13 @@ def test_padding_is_not_seen(heads):
     check(reader, whole, [0, 2, 4], loud=True)
     check(reader, whole, [3, 0, 1], loud=True)
     check(reader, whole, [2, 2, 2])
+
+
+def test_a_row_of_padding_alone_stays_finite(heads):
+    """Padding goes on to the next layer as keys and values, where a NaN would spread in spite of its weight of 0."""
+    reader = Reader(heads, range(ROWS))
+    run = CachedPass(reader.cache, 4, torch.tensor([0, 2, 4]))
+    out = run.attend(0, *(x[:, :4] for x in heads))
+    assert out.isfinite().all()
+    # Where a slot sees nothing else it sees itself.
+    torch.testing.assert_close(out[0].unflatten(-1, (HEADS, SIZE))[:, ::2], heads[2][0, :4])

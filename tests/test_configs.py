@@ -18,7 +18,7 @@ from drafters.config import build_config, locate, to_plain, typed
 from drafters.decoding.measure import MeasureConfig
 from drafters.door import TARGET_KEYS
 from drafters.errors import ConfigError
-from drafters.losses import LossWeights
+from drafters.losses import TERMS, LossWeights
 from evaluate import MEASURE
 from train import read_plan
 
@@ -80,6 +80,37 @@ def test_every_option_composes_and_binds(group, option):
         assert plan.cache.layer_ids == tuple(node.layer_ids)
     for key, inner in targets(cfg):
         bind(inner, key=key)
+
+
+# Weights that the comments of conf/loss/*.yaml and ALGORITHMS name; those not named are 0.
+LOSSES = {
+    "ce": {"ce": 1.0},
+    "dspark": {"ce": 0.1, "l1": 0.9},
+    "kl": {"kl": 1.0},
+    "l1": {"l1": 1.0},
+    "l1_kl": {"l1": 1.0, "kl": 0.3},
+    "lk": {"lk": 1.0},
+}
+
+
+def test_the_losses_are_the_ones_tested_here():
+    assert sorted(LOSSES) == [option for group, option in OPTIONS if group == "loss"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_what_its_comment_says(name):
+    loss = typed(LossWeights, composed("train", f"loss={name}").loss, key="loss")
+    assert {term: getattr(loss, term) for term in TERMS} == {**dict.fromkeys(TERMS, 0.0), **LOSSES[name]}
+    # The paper's confidence weight and, for seven drafts, its decay; the default's decay was tuned for five.
+    assert (loss.confidence, loss.gamma) == (1.0, 2.0 if name == "l1_kl" else 4.0)
+    assert loss.at(0.0) is loss
+
+
+def test_a_schedule_from_the_command_line():
+    overrides = ["loss.first={ce: 1.0, l1: 0}", "loss.first_share=0.25"]
+    weights = typed(LossWeights, composed("train", "loss=l1_kl", *overrides).loss, key="loss")
+    begin = weights.at(0.0)
+    assert [(now.ce, now.l1, now.kl) for now in (begin, weights.at(0.25))] == [(1.0, 0.0, 0.3), (0.0, 1.0, 0.3)]
 
 
 def targets(node, key=""):

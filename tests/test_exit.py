@@ -52,7 +52,7 @@ def test_a_new_drafter_is_layer_skip_and_copies_the_gain(family):
 def test_a_norm_that_is_no_rms_norm_is_refused():
     target = tiny_target()
     target.decoder.norm = torch.nn.LayerNorm(32)
-    with pytest.raises(ConfigError, match=r"^drafter.adapter: the target's final norm, LayerNorm, is no RMSNorm"):
+    with pytest.raises(ConfigError, match=r"^drafter: the target's final norm, LayerNorm, is no RMSNorm"):
         norm_gain(target)
     layer_skip(target).session(target, 1)
     del target.decoder.norm

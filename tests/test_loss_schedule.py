@@ -1,6 +1,7 @@
 # Weights of the loss that move during training: the line that they follow, and that a run follows it step by step, also
 # after it was stopped.
 
+import math
 import re
 import signal
 from dataclasses import replace
@@ -33,6 +34,11 @@ def test_without_a_schedule_nothing_moves():
     [
         ({"first": {"mse": 1.0}}, "first: unknown term 'mse'; accepted: ce, l1, kl, lk, confidence"),
         ({"first": {"ce": -1.0}}, "first.ce: got -1.0; accepted: 0 (off) or more"),
+        ({"first": {"ce": math.nan}}, "first.ce: got nan; accepted: 0 (off) or more, finite"),
+        ({"first": {"kl": math.inf}}, "first.kl: got inf; accepted: 0 (off) or more, finite"),
+        ({"l1": math.nan}, "l1: got nan; accepted: 0 (off) or more, finite"),
+        ({"gamma": math.nan}, "gamma: got nan; both must be positive"),
+        ({"kl": 0.0, "first": {"l1": 0.0}}, "ce, l1, kl, lk: all 0 where `first` begins; at least one of them"),
         ({"first_share": 0.0}, "first_share: got 0.0; accepted: above 0, at most 1"),
         ({"first_share": 1.5}, "first_share: got 1.5; accepted: above 0, at most 1"),
     ],
@@ -81,3 +87,20 @@ def test_a_resumed_run_goes_on_in_the_line(tmp_path, seen):
     assert len(seen[True]) < 8
     ToyRun(tmp_path / "parts", max_steps=8).fit(resume=True)
     assert seen[True] == whole
+
+
+def test_training_moves_the_weights_and_validation_has_the_last(tmp_path, monkeypatch):
+    """Through a drafter whose loss is made of the terms: what they weigh in each step, and in validation."""
+    weights = LossWeights(ce=0.0, l1=2.0, kl=0.0, first={"ce": 1.0, "l1": 0.0}, first_share=0.5)
+    found = {True: [], False: []}
+
+    def loss(self, batch, target_head):
+        now = weights.at(batch.progress)
+        found[self.training].append((now.ce, now.l1))
+        return honest(self, batch, target_head)
+
+    honest = ToyDrafter.loss
+    monkeypatch.setattr(ToyDrafter, "loss", loss)
+    ToyRun(tmp_path, max_steps=8).fit()
+    assert found[True] == [(1.0, 0.0), (0.75, 0.5), (0.5, 1.0), (0.25, 1.5), *[(0.0, 2.0)] * 4]
+    assert set(found[False]) == {(0.0, 2.0)}

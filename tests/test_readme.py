@@ -1,6 +1,7 @@
 # README promises commands, settings and files: each must exist. Doors are asked with `--cfg job`, which composes every
 # setting of a command and refuses unknown ones without running anything.
 
+import itertools
 import os
 import re
 import shlex
@@ -35,8 +36,18 @@ def doors() -> list[list[str]]:
             words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) - 1 :]
         elif words[0] != "python":
             continue
-        found.append(words[1:])
+        found += swept(words[1:])
     return found
+
+
+def swept(words: list[str]) -> list[list[str]]:
+    """The jobs of a command: with `-m` behind the door, one for each of the values between commas."""
+    if "-m" not in words[1:]:
+        return [words]
+    options = [word.split(",") if "," in word else [word] for word in words if word != "-m"]
+    keys = [first.partition("=")[0] for first, *_ in options]
+    values = [[one if "=" in one else f"{key}={one}" for one in many] for key, many in zip(keys, options, strict=True)]
+    return [[words[0], *job] for job in itertools.product(*values[1:])]
 
 
 def compose(arguments: list[str]) -> str:

@@ -7,6 +7,8 @@ import torch
 
 from drafters.errors import ConfigError
 from drafters.vocab import DraftVocab, count_vocab, coverage
+from tests.block_doubles import make_batch, make_drafter
+from tests.tiny import tiny_target
 
 TOKENS = [torch.tensor([5, 5, 5, 7, 7, 1]), torch.tensor([[9, 9], [9, 7]])]
 
@@ -55,6 +57,20 @@ def test_it_is_stored_with_the_module_that_holds_it():
         assert vocab.ids_V.tolist() == [5, 7]
         assert vocab.to_draft(torch.tensor([0, 5, 7])).tolist() == [-1, 0, 1]
     assert first.vocab.to("meta").id_to_draft_V.is_meta
+
+
+def test_what_was_gathered_by_the_old_ids_is_gathered_anew():
+    """A loss keeps the vocabulary's rows between calls; loading other ids must reach it."""
+    target = tiny_target()
+    first, other = make_drafter(target).eval(), make_drafter(target)
+    batch, size = make_batch(target, [12, 9]), target.spec.vocab_size
+    stale = first.loss(batch, target.head).total
+    tensors = {**other.state_dict(), "vocab.d2t": torch.arange(1, size, 2)}
+    first.load_state_dict(tensors)
+    other.load_state_dict(tensors)
+    found = first.loss(batch, target.head).total
+    assert torch.equal(found, other.loss(batch, target.head).total)
+    assert not torch.allclose(found, stale)
 
 
 @pytest.mark.parametrize("size", [0, 1, 13])

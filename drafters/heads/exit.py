@@ -193,7 +193,7 @@ def norm_gain(target: "FrozenTarget") -> Tensor:
     error = (rms_norm(probe_BD, gain_D, spec.rms_norm_eps, dtype=torch.float32) - wanted_BD).norm() / wanted_BD.norm()
     if not error <= 1e-3:
         raise ConfigError(
-            f"drafter.adapter: the target's final norm, {type(norm).__name__}, is no RMSNorm, and training knows no "
-            "other; accepted: null (layer skip), or another drafter"
+            f"drafter: the target's final norm, {type(norm).__name__}, is no RMSNorm, and these settings need one; "
+            "accepted: drafter.adapter=null (layer skip) or drafter.block=qwen3, or another drafter"
         )
     return gain_D.cpu().clone()
