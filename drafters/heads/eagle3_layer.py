@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.heads.layers import RMSNorm, join, rms_norm, rope_table, rotate
+from drafters.heads.layers import GatedMLP, RMSNorm, join, rms_norm, rope_table, rotate
 from drafters.heads.masks import attend
 from drafters.spec import TargetSpec
 
@@ -26,14 +26,6 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
 
 
-class _MLP(nn.Module):
-    def __init__(self, spec: TargetSpec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
-
-
 class Eagle3Layer(nn.Module):
     """The parameters; `weights` makes them ready to compute with. `norm_before_residual`: the residual stream begins
     with the normed state instead of the state."""
@@ -45,7 +37,7 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.self_attn = _Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.mlp = _MLP(spec)
+        self.mlp = GatedMLP(spec)
 
     def weights(self, dtype: torch.dtype) -> "Eagle3Weights":
         """Cast and joined weights; differentiable, so gradients reach the parameters."""

@@ -15,6 +15,7 @@ from drafters.spec import TargetSpec
 __all__ = [
     "LAYER_OUTPUTS",
     "DraftLayer",
+    "GatedMLP",
     "LayerWeights",
     "RMSNorm",
     "compute_dtype",
@@ -143,7 +144,9 @@ class _Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps=eps)
 
 
-class _MLP(nn.Module):
+class GatedMLP(nn.Module):
+    """The parameters of down(silu(gate(x)) * up(x))."""
+
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
@@ -160,7 +163,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.self_attn = _Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.mlp = _MLP(spec)
+        self.mlp = GatedMLP(spec)
 
     def weights(self, dtype: torch.dtype) -> "LayerWeights":
         """Cast and joined weights; differentiable, so gradients reach the parameters."""

@@ -13,6 +13,17 @@ from drafters.spec import TargetSpec
 __all__ = ["GatedHead", "MarkovHead", "RNNHead", "SequentialHead", "teacher_forced"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankConfig:
+    """`rank` of the bias, and width of a head's state; 256 is published for targets of 4B parameters and more."""
+
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank: got {self.rank}; accepted: 1 or more (for no head, sequential: null)")
+
+
 class SequentialHead(nn.Module, ABC):
     """Built as `Cls(config, spec, num_draft)`, with V' = `num_draft`. Parameters common to all kinds, by the names
     that engines know: `markov_w1` [V, R], an embedding of the previous token, and `markov_w2` [V', R]."""
@@ -45,16 +56,9 @@ def teacher_forced(head: SequentialHead, embedded_AGR: Tensor, hidden_AGD: Tenso
 class MarkovHead(SequentialHead):
     """B_k = W_1[x_{k-1}] W_2 (2607.05147): what tends to follow the previous token. W_2 starts at zero."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`rank` of the bias; 256 is published for targets of 4B parameters and more."""
+    Config = RankConfig
 
-        rank: int = 64
-
-        def __post_init__(self) -> None:
-            _check_rank(self.rank)
-
-    def __init__(self, config: Config, spec: TargetSpec, num_draft: int) -> None:
+    def __init__(self, config: RankConfig, spec: TargetSpec, num_draft: int) -> None:
         super().__init__()
         self.config = config
         self.markov_w1, self.markov_w2 = _factors(config.rank, spec, num_draft)
@@ -71,16 +75,9 @@ class GatedHead(SequentialHead):
     """B_k = (W_1[x_{k-1}] * sigmoid(W [h_k; W_1[x_{k-1}]] + b)) W_2 (2607.05147): the backbone says how much of the
     previous token's bias applies. W_2 starts at zero, the gate half open."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`rank` of the bias."""
+    Config = RankConfig
 
-        rank: int = 64
-
-        def __post_init__(self) -> None:
-            _check_rank(self.rank)
-
-    def __init__(self, config: Config, spec: TargetSpec, num_draft: int) -> None:
+    def __init__(self, config: RankConfig, spec: TargetSpec, num_draft: int) -> None:
         super().__init__()
         self.config = config
         self.markov_w1, self.markov_w2 = _factors(config.rank, spec, num_draft)
@@ -102,16 +99,9 @@ class RNNHead(SequentialHead):
     state s_k = g * s_{k-1} + (1 - g) * tanh(W_c z_k), and s_0 = 0: a bias from all tokens drafted so far. W_g, W_c, W_o
     are one joint projection; W_2 starts at zero."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """`rank` of the bias and width of the state."""
+    Config = RankConfig
 
-        rank: int = 64
-
-        def __post_init__(self) -> None:
-            _check_rank(self.rank)
-
-    def __init__(self, config: Config, spec: TargetSpec, num_draft: int) -> None:
+    def __init__(self, config: RankConfig, spec: TargetSpec, num_draft: int) -> None:
         super().__init__()
         self.config = config
         self.markov_w1, self.markov_w2 = _factors(config.rank, spec, num_draft)
@@ -138,8 +128,3 @@ def _factors(rank: int, spec: TargetSpec, num_draft: int) -> tuple[nn.Embedding,
     nn.init.normal_(first.weight)
     nn.init.zeros_(second.weight)
     return first, second
-
-
-def _check_rank(rank: int) -> None:
-    if rank < 1:
-        raise ValueError(f"rank: got {rank}; accepted: 1 or more (for no head, sequential: null)")
