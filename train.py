@@ -2,6 +2,7 @@
 # measured speed. Read `train` from top to bottom: it is the whole story, each line a room of `drafters/`.
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,9 +31,9 @@ def train(cfg: DictConfig) -> None:
     from drafters.decoding.measure import check_settings
     from drafters.decoding.probe import acceptance_probe
     from drafters.door import load_target, say
-    from drafters.heads.start import Start
+    from drafters.heads.start import Start, check_block_size
     from drafters.runs import claim
-    from drafters.training.fit import fit, start_drafter
+    from drafters.training.fit import check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import place
     from drafters.warm_start import folder_of, load_warm_start
@@ -48,7 +49,7 @@ def train(cfg: DictConfig) -> None:
             folder_of(plan.warm_start)
         parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         target = load_target(settings["target"], device=cfg.device)
-        warm = None
+        block_size, warm = check_fits(*plan.drafter, target), None
         if plan.warm_start is not None and run.checkpoint is None:
             warm = load_warm_start(plan.warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
@@ -57,6 +58,7 @@ def train(cfg: DictConfig) -> None:
         splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
+        check_block_size(splits["train"], block_size)
         cache = capture_states(target, splits, plan.cache, encoder=encoder)
         start = Start(target=target, examples=splits["train"], states=cache, indices=cache.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
@@ -138,13 +140,33 @@ def report(
     log_report(run.folder, settings, found, run.folder, prefix="report")
 
 
+def is_local_sweep() -> bool:
+    """Whether this job is one of several that run here, one after another."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    job = HydraConfig.get()
+    return job.mode == RunMode.MULTIRUN and "basic_launcher" in job.launcher["_target_"]
+
+
+failed_jobs: list[str] = []
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
-    with door():
-        train(cfg)
+    try:
+        with door():
+            train(cfg)
+    except SystemExit as stop:
+        # A sweep goes on with its other jobs; Ctrl-C ends it.
+        if stop.code != 1 or not is_local_sweep():
+            raise
+        failed_jobs.append(cfg.name)
 
 
 if __name__ == "__main__":
     main()
+    if failed_jobs:
+        sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")

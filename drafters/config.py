@@ -38,7 +38,7 @@ def typed(schema: type, node: Any, *, key: str) -> Any:
     names = [f.name for f in fields(schema)]
     prefix = f"{key}." if key else ""
     if not isinstance(plain, dict):
-        raise ConfigError(f"{key}: got {plain!r}; expected settings by name: {', '.join(names)}")
+        raise ConfigError(f"{key}: got {plain!r}; expected settings by name: {', '.join(names)}, or null")
     given = {name: value for name, value in plain.items() if name != "_target_"}
     for name in given:
         if name not in names:
@@ -73,7 +73,11 @@ def build_config(node: Any, *, key: str) -> tuple[type, Any]:
 def to_plain(node: Any) -> Any:
     """Plain dicts and lists of an OmegaConf node, interpolations resolved; other values as they are."""
     if isinstance(node, DictConfig | ListConfig):
-        return OmegaConf.to_container(node, resolve=True)
+        try:
+            return OmegaConf.to_container(node, resolve=True)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{error.full_key}: {reason}; give another value for it in the command") from error
     return node
 
 

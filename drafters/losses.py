@@ -58,8 +58,10 @@ class LossWeights:
                 raise ValueError(f"{', '.join(TERMS)}: all 0{when}; at least one of them trains the draft logits")
         if not 0 < self.first_share <= 1:
             raise ValueError(f"first_share: got {self.first_share}; accepted: above 0, at most 1 (the whole training)")
-        if self.chunk < 1 or (self.gamma is not None and not self.gamma > 0):
-            raise ValueError(f"chunk: got {self.chunk}, gamma: got {self.gamma}; both must be positive")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"gamma: got {self.gamma}; accepted: above 0, or null for equal weights")
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}; accepted: 1 or more")
 
     def at(self, progress: float) -> "LossWeights":
         """The weights when `progress` (0 to 1) of the training is done, without a schedule."""

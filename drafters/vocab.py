@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drafters.errors import ConfigError
 
-__all__ = ["DraftVocab", "count_vocab", "coverage"]
+__all__ = ["DraftVocab", "check_vocab_size", "count_vocab", "coverage"]
 
 
 class DraftVocab(nn.Module):
@@ -69,15 +69,21 @@ def _look_up_loaded(vocab: DraftVocab, _: Any) -> None:
     vocab.id_to_draft_V = _inverse(vocab.d2t, vocab.num_full)
 
 
-def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always: Iterable[int] = ()) -> DraftVocab:
-    """The `size` most frequent ids in `tokens` (int64 tensors of any shape); `always` (end-of-turn ids) are in
-    whatever their count; ties and unseen ids go by id. Raises ConfigError when `size` does not fit.
-    """
+def check_vocab_size(size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
+    """The ids that have to be in, ascending. Raises ConfigError when `size` does not hold them, or is more than all."""
     forced = sorted({int(i) for i in always})
     if not max(1, len(forced)) <= size <= vocab_size:
         raise ConfigError(
             f"drafter.draft_vocab_size: got {size}; accepted: {max(1, len(forced))} to the target's {vocab_size}"
         )
+    return forced
+
+
+def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always: Iterable[int] = ()) -> DraftVocab:
+    """The `size` most frequent ids in `tokens` (int64 tensors of any shape); `always` (end-of-turn ids) are in
+    whatever their count; ties and unseen ids go by id. Raises ConfigError when `size` does not fit.
+    """
+    forced = check_vocab_size(size, vocab_size, always=always)
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for part in tokens:
         counts_V += torch.bincount(part.flatten().cpu(), minlength=vocab_size)

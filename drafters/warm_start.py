@@ -3,7 +3,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ FREE |= {"init_markov", "adapter", "depth_weights", "target_config", "draft_voca
 def folder_of(path: str) -> Path:
     """The `drafter` folder of a run, or the given one. Raises ConfigError when there is none at `path`."""
     for folder in (Path(path) / "drafter", Path(path)):
-        if (folder / "config.json").is_file():
+        if path and (folder / "config.json").is_file():
             read_config(folder)
             return folder
     raise ConfigError(
@@ -58,6 +58,8 @@ def load_warm_start(path: str, cls: type[Drafter], config: Any, spec: TargetSpec
             f"warm_start: {folder} holds a {type(drafter).__name__} ('{drafter.config.name}'), of which a "
             f"{cls.__name__} ('{config.name}') can take nothing; accepted: a drafter of the same family"
         )
+    if not list(drafter.parameters()):
+        raise ConfigError(f"warm_start: {folder} holds no weights to begin from; choose a trained drafter")
     vocab_of(drafter, asdict(config).get("draft_vocab_size"), spec)
     if (before := read_config(folder)["target"]["weights_hash"]) != spec.weights_hash:
         warnings.warn(
@@ -78,9 +80,10 @@ def take_over(drafter: Drafter, old: Drafter) -> None:
         mine[name].copy_(theirs[name])
     new = [name for name in mine if name not in taken]
     drafter.begin_neutral(new)
-    logger.info("warm start: taken %s", _listed(taken))
-    logger.info("warm start: new %s", _listed(new))
-    logger.info("warm start: left behind %s", _listed(name for name in theirs if name not in mine))
+    everything = [*mine, *(name for name in theirs if name not in mine)]
+    logger.info("warm start: taken %s", _listed(taken, everything))
+    logger.info("warm start: new %s", _listed(new, everything))
+    logger.info("warm start: left behind %s", _listed([name for name in theirs if name not in mine], everything))
     for name in (name for name in new if name in theirs):
         logger.info("warm start: %s is new since it was %s, now %s", name, [*theirs[name].shape], [*mine[name].shape])
 
@@ -100,12 +103,13 @@ def _warn_of_settings(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         )
 
 
-def _listed(names: Iterable[str]) -> str:
-    """Names with their common beginnings once: `layers.0 (11), fc.weight`."""
-    groups: dict[str, list[str]] = {}
+def _listed(names: Sequence[str], everything: Sequence[str]) -> str:
+    """Names; where all with a common beginning are there, that and their number: `layers.0 (11), fc.weight`."""
+    shown: dict[str, str] = {}
     for name in names:
         parts = name.split(".")
-        depth = 2 if len(parts) > 2 and parts[1].isdigit() else 1
-        groups.setdefault(".".join(parts[:depth]), []).append(name)
-    shown = [only[0] if len(only) == 1 else f"{group} ({len(only)})" for group, only in groups.items()]
-    return ", ".join(shown) or "nothing"
+        group = ".".join(parts[: 2 if len(parts) > 2 and parts[1].isdigit() else 1]) + "."
+        members = [other for other in everything if other.startswith(group)]
+        whole = len(members) > 1 and all(other in names for other in members)
+        shown[group if whole else name] = f"{group[:-1]} ({len(members)})" if whole else name
+    return ", ".join(shown.values()) or "nothing"

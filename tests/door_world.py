@@ -45,8 +45,12 @@ def settings(name, *overrides):
 
 
 def train_settings(world, *overrides):
-    return settings(
-        "train",
+    return settings("train", *train_overrides(world), *overrides)
+
+
+def train_overrides(world):
+    """What a run in this world says on the command line."""
+    return (
         *(f"target.weights={world}/target", "target.name=tiny", "target.sha256=null", "target.mask_token=0"),
         *("target.layer_ids=[0,2]", "target.dtype=float32"),
         *("source=jsonl", f"source.path={world}/chats.jsonl", "data.validation=0.2"),
@@ -56,7 +60,6 @@ def train_settings(world, *overrides):
         *("trainer.val_check_interval=7", "trainer.log_every_n_steps=2", "callbacks.save_every_n_steps=5"),
         "callbacks.probe_every_n_steps=7",
         *("report.num_prompts=2", "report.max_new_tokens=12", "report.num_speed_prompts=1", "device=cpu"),
-        *overrides,
     )
 
 

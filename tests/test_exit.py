@@ -39,7 +39,7 @@ def test_a_new_drafter_is_layer_skip_and_copies_the_gain(family):
     weight_D = target.decoder.norm.weight
     torch.testing.assert_close(gain_D, 1 + weight_D if name.startswith("gemma") else weight_D)
     assert not gain_D.is_inference()
-    start = SimpleNamespace(target=target)
+    start = SimpleNamespace(target=target, warm=None)
     config = ExitDrafter.Config(exit_layer=EXIT, adapter=AdapterConfig(size=24))
     fresh = ExitDrafter.create(config, target.spec, start)
     assert torch.equal(fresh.gain_D, gain_D)

@@ -37,7 +37,7 @@ def test_without_a_schedule_nothing_moves():
         ({"first": {"ce": math.nan}}, "first.ce: got nan; accepted: 0 (off) or more, finite"),
         ({"first": {"kl": math.inf}}, "first.kl: got inf; accepted: 0 (off) or more, finite"),
         ({"l1": math.nan}, "l1: got nan; accepted: 0 (off) or more, finite"),
-        ({"gamma": math.nan}, "gamma: got nan; both must be positive"),
+        ({"gamma": math.nan}, "gamma: got nan; accepted: above 0, or null"),
         ({"kl": 0.0, "first": {"l1": 0.0}}, "ce, l1, kl, lk: all 0 where `first` begins; at least one of them"),
         ({"first_share": 0.0}, "first_share: got 0.0; accepted: above 0, at most 1"),
         ({"first_share": 1.5}, "first_share: got 1.5; accepted: above 0, at most 1"),

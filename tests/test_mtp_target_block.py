@@ -205,7 +205,7 @@ def test_a_run_goes_on_with_the_target_s_block(tmp_path):
     drafter = MtpDrafter.create(config, target.spec, start)
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": {f"drafter.{name}": value for name, value in drafter.state_dict().items()}}, path)
-    found = drafter_of_checkpoint(path, MtpDrafter, MtpDrafter.complete(config, start), target.spec)
+    found = drafter_of_checkpoint(path, MtpDrafter, MtpDrafter.complete(config, start.target), target.spec)
     assert found.config == drafter.config
     assert all(torch.equal(value, found.state_dict()[name]) for name, value in drafter.state_dict().items())
 

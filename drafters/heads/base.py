@@ -78,8 +78,9 @@ class Drafter(nn.Module, ABC):
         return cls.loss is not Drafter.loss
 
     @classmethod
-    def complete(cls, config: Any, start: "Start") -> Any:
-        """`config` with what only `start` can tell; `create` does this by itself, a run that goes on needs it first."""
+    def complete(cls, config: Any, target: "FrozenTarget") -> Any:
+        """`config` with what only `target` can tell; `create` does this by itself, a run that goes on needs it first.
+        Raises ConfigError where the target's modules do not serve."""
         return config
 
     @classmethod

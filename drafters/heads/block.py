@@ -74,8 +74,12 @@ class BlockDrafter(Drafter):
                     raise ValueError(f"{name}: got '{getattr(self, name)}'; accepted: {', '.join(accepted)}")
             if not self.layer_ids:
                 raise ValueError("layer_ids: empty; name at least one target layer to read")
-            if self.sequential is not None:
-                build_config(self.sequential, key="drafter.sequential")  # a wrong setting shows before anything is done
+            # A wrong setting shows before anything is done.
+            head = None if self.sequential is None else build_config(self.sequential, key="drafter.sequential")[0]
+            if head is not None and not issubclass(head, SequentialHead):
+                raise ValueError(
+                    f"sequential: {head.__name__} is no sequential head; accepted: a SequentialHead, or null"
+                )
 
     def __init__(self, config: Config, spec: TargetSpec, *, vocab: DraftVocab | None = None) -> None:
         super().__init__()

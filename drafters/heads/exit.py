@@ -95,7 +95,7 @@ class ExitDrafter(Drafter):
             if self.adapter is None and self.draft_vocab_size is not None:
                 raise ValueError(
                     f"draft_vocab_size: got {self.draft_vocab_size}; accepted: null where adapter is null, since it is "
-                    "counted in training"
+                    "counted in training (and without an adapter there is nothing to train: evaluate.py run=layer_skip)"
                 )
 
     def __init__(
@@ -116,6 +116,13 @@ class ExitDrafter(Drafter):
     def trains(cls, config: Config) -> bool:
         """Only with an adapter."""
         return config.adapter is not None
+
+    @classmethod
+    def complete(cls, config: Config, target: "FrozenTarget") -> Config:
+        """Nothing to fill in; an adapter stands before a final norm that has to be known."""
+        if config.adapter is not None:
+            norm_gain(target)
+        return config
 
     @classmethod
     def create(cls, config: Config, spec: TargetSpec, start: "Start") -> "ExitDrafter":

@@ -3,7 +3,7 @@
 # true tokens at all positions at once; embedding and output projection are the target's, frozen.
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,16 +123,20 @@ class MtpDrafter(Drafter):
         self.vocab = vocab
 
     @classmethod
-    def complete(cls, config: Config, start: "Start") -> Config:
+    def complete(cls, config: Config, target: "FrozenTarget") -> Config:
         """Fills in the target's own config where blocks are of its class."""
-        if config.block == "target" and config.target_config is None:
-            return replace(config, target_config=plain_config(start.target))
-        return config
+        if config.block == "qwen3":
+            return config
+        own = plain_config(target)
+        if config.target_config not in (None, own):
+            raise ConfigError("drafter.target_config: it is not this target's; accepted: null, it is filled in")
+        norm_gain(target)
+        return replace(config, target_config=own)
 
     @classmethod
     def create(cls, config: Config, spec: TargetSpec, start: "Start") -> "MtpDrafter":
         """Counts the draft vocabulary in the training text and starts from the target as `config` says."""
-        config = cls.complete(config, start)
+        config = cls.complete(config, start.target)
         drafter = cls(config, spec, vocab=new_vocab(config.draft_vocab_size, spec, start))
         if config.init == "target":
             drafter.init_from_target(start.target)
@@ -199,6 +203,16 @@ class MtpDrafter(Drafter):
             hidden.append(depth.final_layernorm(picked_AD, dtype=dtype))
             state_BTD = self.fed_back(k, output_BTD)
         return torch.stack(hidden, dim=1)
+
+    @torch.no_grad()
+    def begin_neutral(self, new: Collection[str]) -> None:
+        """New depths begin as the deepest of the others."""
+        fresh = [any(name.startswith(f"depths.{k}.") for name in new) for k in range(len(self.depths))]
+        if not all(fresh):
+            deepest = self.depths[len(fresh) - 1 - fresh[::-1].index(False)].state_dict()
+            for depth, is_fresh in zip(self.depths, fresh, strict=True):
+                if is_fresh:
+                    depth.load_state_dict(deepest)
 
     @torch.no_grad()
     def init_from_target(self, target: "FrozenTarget") -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drafters.heads.base import Drafter
     from drafters.target import FrozenTarget
 
-__all__ = ["Start"]
+__all__ = ["Start", "check_block_size"]
 
 SAMPLE_SIZE = 8  # conversations that scales are measured on
 
@@ -44,16 +44,6 @@ class Start:
             pairs.append(both[example.loss_mask_T[1:]])
         return torch.cat(pairs)
 
-    def check_block_size(self, block_size: int) -> None:
-        """Raises ConfigError when no answer is long enough for a block of `block_size` drafts after an anchor."""
-        longest = max((_longest_run(example.loss_mask_T) for example in self.examples), default=0)
-        if block_size >= longest:
-            raise ConfigError(
-                f"drafter.block_size: got {block_size}, but the longest of {len(self.examples)} training answers has "
-                f"{longest} supervised tokens in a row, and a block needs one more than its size; accepted: 1 to "
-                f"{max(1, longest - 1)}, or give conversations with longer answers"
-            )
-
     def sample(self, needs: Needs) -> Batch:
         """A batch of a few training conversations, the same at every call."""
         few = list(self.indices[:: max(1, len(self.indices) // SAMPLE_SIZE)][:SAMPLE_SIZE])
@@ -63,6 +53,17 @@ class Start:
         """The target's weights by name."""
         tensors: Mapping[str, Tensor] = self.target.model.state_dict()
         return tensors
+
+
+def check_block_size(examples: Sequence[Example], block_size: int) -> None:
+    """Raises ConfigError when no answer is long enough for a block of `block_size` drafts after an anchor."""
+    longest = max((_longest_run(example.loss_mask_T) for example in examples), default=0)
+    if block_size >= longest:
+        raise ConfigError(
+            f"drafter.block_size: got {block_size}, but the longest of {len(examples)} training answers has "
+            f"{longest} supervised tokens in a row, and a block needs one more than its size; accepted: 1 to "
+            f"{max(1, longest - 1)}, or give conversations with longer answers"
+        )
 
 
 def _longest_run(mask_T: Tensor) -> int:

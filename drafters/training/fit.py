@@ -1,6 +1,7 @@
 # From a plan to trained weights: the drafter that a run starts from, and Lightning's fit with all that watches it.
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,17 +14,20 @@ from drafters.checkpoint import drafter_of_checkpoint
 from drafters.door import screen
 from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
+from drafters.heads.draft_vocab import STORED
 from drafters.heads.start import Start
 from drafters.runs import Run
+from drafters.target import FrozenTarget
 from drafters.training.callbacks import build_callbacks
 from drafters.training.loggers import remember_wandb
 from drafters.training.module import DistillModule
 from drafters.training.plan import Plan, one_line
 from drafters.training.probing import Probe
 from drafters.training.saving import TrainingInterrupted
+from drafters.vocab import check_vocab_size
 from drafters.warm_start import begun_from, take_over
 
-__all__ = ["fit", "start_drafter"]
+__all__ = ["check_fits", "fit", "start_drafter"]
 
 
 def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
@@ -37,9 +41,20 @@ def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
         if start.warm is not None:
             take_over(drafter, start.warm)
     else:
-        drafter = drafter_of_checkpoint(run.checkpoint, cls, cls.complete(config, start), start.target.spec)
-    start.check_block_size(drafter.block_size)
+        drafter = drafter_of_checkpoint(run.checkpoint, cls, cls.complete(config, start.target), start.target.spec)
     return drafter
+
+
+def check_fits(cls: Any, config: Any, target: FrozenTarget) -> int:
+    """Raises ConfigError where a drafter of `config` does not fit `target`, before anything is captured; its block
+    size. It is built without memory for its weights."""
+    size, tensors = asdict(config).get("draft_vocab_size"), {}
+    if size is not None:
+        check_vocab_size(size, target.spec.vocab_size, always=target.spec.eos_ids)
+        tensors[STORED] = torch.arange(size)
+    config = cls.complete(config, target)
+    with torch.device("meta"):
+        return int(cls.from_tensors(config, target.spec, tensors).block_size)
 
 
 def fit(
