@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,33 @@ def test_the_log_lists_what_was_taken_and_what_is_new(tiny, caplog):
     assert left == "warm start: left behind confidence_head (2)"
     assert shapes[0] == "warm start: markov_head.markov_w1.weight is new since it was [128, 4], now [128, 6]"
     assert len(shapes) == 2
+
+
+def test_the_log_names_what_is_half_taken(tiny, caplog):
+    old = tiny.drafter("markov")
+    with caplog.at_level(logging.INFO, logger="drafters"), pytest.warns(UserWarning, match="sequential"):
+        started(tiny, "rnn", old)
+    taken, new, _ = (line for line in caplog.messages if line.startswith("warm start"))
+    assert "markov_head.markov_w1.weight, markov_head.markov_w2.weight" in taken
+    assert new == "warm start: new markov_head.joint_proj.weight, markov_head.joint_proj.bias"
+
+
+@pytest.mark.parametrize(("before", "after"), [({"share_depths": True}, {}), ({"block_size": 1}, {"block_size": 3})])
+def test_new_depths_begin_as_the_deepest_known(tiny, before, after):
+    old = shaken(tiny.drafter("mtp", **before))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="warm_start: drafter.share_depths")
+        new = started(tiny, "mtp", old, **after)
+    last = old.modules_in_order[-1].state_dict()
+    for depth in new.modules_in_order:
+        assert all(torch.equal(value, last[key]) for key, value in depth.state_dict().items())
+    if before.get("share_depths"):
+        assert torch.equal(proposed(tiny, new).tokens_BS, proposed(tiny, old).tokens_BS)
+
+
+def test_a_drafter_without_weights_is_no_beginning(tiny):
+    with pytest.raises(ConfigError, match="holds no weights to begin from; choose a trained drafter"):
+        started(tiny, "exit", tiny.drafter("layer_skip"))
 
 
 def test_equal_tensors_of_another_meaning_warn(tiny):
