@@ -49,7 +49,7 @@ def train(cfg: DictConfig) -> None:
             folder_of(plan.warm_start)
         parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         target = load_target(settings["target"], device=cfg.device)
-        block_size, warm = check_fits(*plan.drafter, target), None
+        outline, warm = check_fits(*plan.drafter, target), None
         if plan.warm_start is not None and run.checkpoint is None:
             warm = load_warm_start(plan.warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
@@ -58,8 +58,9 @@ def train(cfg: DictConfig) -> None:
         splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
-        check_block_size(splits["train"], block_size)
-        cache = capture_states(target, splits, plan.cache, encoder=encoder)
+        check_block_size(splits["train"], outline.block_size)
+        layer_ids = tuple(sorted({*plan.cache.layer_ids, *outline.needs.layer_ids}))
+        cache = capture_states(target, splits, replace(plan.cache, layer_ids=layer_ids), encoder=encoder)
         start = Start(target=target, examples=splits["train"], states=cache, indices=cache.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
         config = measured_as(plan, target)

@@ -19,7 +19,7 @@ def fits(target, name, **changes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_fits_tells_its_block_size(name):
-    assert fits(tiny_world().target, name) == tiny_world().shrunk(node_of(name))["block_size"]
+    assert fits(tiny_world().target, name).block_size == tiny_world().shrunk(node_of(name))["block_size"]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,20 @@ def test_an_output_projection_of_its_own_does_not_fit_a_softcap():
     target = FrozenTarget.from_model(family_model("gemma2"), mask_token_id=3)
     with pytest.raises(ConfigError, match=r"drafter\.own_projection: got true for a target that caps its logits"):
         fits(target, "medusa")
+
+
+def test_what_a_drafter_reads_is_captured_with_the_rest(world, monkeypatch):
+    """And an older cache without it is refused before training."""
+    captured = []
+
+    def capture_states(target, splits, config, **how):
+        captured.append(config.layer_ids)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("data.capture.capture_states", capture_states)
+    with pytest.raises(ConfigError, match="seen"):
+        train.train(composed("train", *train_overrides(world), "drafter.layer_ids=[1,2]", "name=reads-more"))
+    assert captured == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize(

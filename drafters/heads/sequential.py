@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drafters.spec import TargetSpec
 
-__all__ = ["GatedHead", "MarkovHead", "RNNHead", "SequentialHead", "teacher_forced"]
+__all__ = ["GatedHead", "MarkovHead", "RNNHead", "RankConfig", "SequentialHead", "teacher_forced"]
 
 
 @dataclass(frozen=True, kw_only=True)

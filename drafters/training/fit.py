@@ -45,16 +45,17 @@ def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
     return drafter
 
 
-def check_fits(cls: Any, config: Any, target: FrozenTarget) -> int:
-    """Raises ConfigError where a drafter of `config` does not fit `target`, before anything is captured; its block
-    size. It is built without memory for its weights."""
+def check_fits(cls: Any, config: Any, target: FrozenTarget) -> Drafter:
+    """A drafter of `config` without memory for its weights, before anything is captured. Raises ConfigError where it
+    does not fit `target`."""
     size, tensors = asdict(config).get("draft_vocab_size"), {}
     if size is not None:
         check_vocab_size(size, target.spec.vocab_size, always=target.spec.eos_ids)
         tensors[STORED] = torch.arange(size)
     config = cls.complete(config, target)
     with torch.device("meta"):
-        return int(cls.from_tensors(config, target.spec, tensors).block_size)
+        drafter: Drafter = cls.from_tensors(config, target.spec, tensors)
+    return drafter
 
 
 def fit(
