@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from drafters.errors import ConfigError
-from drafters.heads.causal import CachedPass, causal_attention
+from drafters.heads.causal import CachedPass, causal_attention, own_cache
 from drafters.heads.layers import DraftLayer, LayerWeights, rope_table
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec
@@ -92,7 +92,7 @@ class OwnBlock(BlockKind):
 
     def new_cache(self, batch_size: int, device: torch.device) -> TargetCache:
         """Without a window."""
-        return TargetCache(batch_size=batch_size, sliding=False, device=device)
+        return own_cache(batch_size, device)
 
     def _project(self, ready: LayerWeights, x_BSD: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = rope_table(positions_M, self.inv_freq.to(x_BSD.device))
