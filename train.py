@@ -45,13 +45,13 @@ def train(cfg: DictConfig) -> None:
         if run.report.is_file() and (run.has_drafter or run.checkpoint is None):
             say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
             return
-        if plan.warm_start is not None and run.checkpoint is None:
-            folder_of(plan.warm_start)
+        warm_start = plan.warm_start if run.checkpoint is None else None
+        if warm_start is not None:
+            folder_of(warm_start)
         parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         target = load_target(settings["target"], device=cfg.device)
-        outline, warm = check_fits(*plan.drafter, target), None
-        if plan.warm_start is not None and run.checkpoint is None:
-            warm = load_warm_start(plan.warm_start, *plan.drafter, target.spec)
+        outline = check_fits(*plan.drafter, target)
+        warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
         room = target.spec.max_position - plan.report.max_new_tokens
         prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts, room=room)

@@ -75,7 +75,7 @@ def steps_of(drafter, world):
             reader.join(newcomer)
         else:
             reader.read(step)
-            yield reader
+        yield reader
 
 
 def check_session(drafter, world):

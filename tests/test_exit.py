@@ -11,7 +11,8 @@ from drafters.checkpoint import load_drafter, save_drafter
 from drafters.config import build_config
 from drafters.decoding.report import Report
 from drafters.errors import ConfigError, DataError
-from drafters.heads.exit import AdapterConfig, ExitDrafter, norm_gain
+from drafters.heads.exit import AdapterConfig, ExitDrafter
+from drafters.heads.final_norm import norm_gain
 from drafters.target import FrozenTarget
 from drafters.types import Needs
 from tests.block_doubles import make_batch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
+from drafters.heads.draft_vocab import stored_vocab
 from drafters.types import Batch, Losses, Needs, Proposal
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class Session(ABC):
 
 class Drafter(nn.Module, ABC):
     """A draft head on a frozen target. Subclasses carry a nested keyword-only dataclass `Config` (with a `name`) and
-    are built as `Cls(config, spec)`: all sizes come from the target's `spec`. One that needs more than that to be built
-    (a draft vocabulary, a warm start) overrides `create` and `from_tensors`."""
+    are built as `Cls(config, spec)`: all sizes come from the target's `spec`. One that needs more than that to begin
+    (the training text, the target's weights) overrides `create`."""
 
     Config: type
     config: Any
@@ -90,8 +91,11 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def from_tensors(cls, config: Any, spec: "TargetSpec", tensors: Mapping[str, Tensor]) -> Self:
-        """A drafter of the shape of stored `tensors`, which the caller loads into it."""
-        return cls(config, spec)
+        """A drafter of the shape of stored `tensors`, which the caller loads into it. Where `config` has a
+        `draft_vocab_size`, the constructor takes a `vocab`. Raises CheckpointError when that is not what they hold."""
+        if not hasattr(config, "draft_vocab_size"):
+            return cls(config, spec)
+        return cls(config, spec, vocab=stored_vocab(config.draft_vocab_size, spec, tensors))
 
     def begin_neutral(self, new: Collection[str]) -> None:
         """Let the parts whose parameters are `new` change nothing at first, where that is possible: the others were

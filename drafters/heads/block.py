@@ -18,7 +18,7 @@ from drafters.heads.aux_states import aux_of
 from drafters.heads.base import Drafter
 from drafters.heads.confidence import ConfidenceHead
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
-from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
+from drafters.heads.draft_vocab import check_vocab, new_vocab
 from drafters.heads.layers import LAYER_OUTPUTS, DraftLayer, LayerWeights, RMSNorm, compute_dtype, rope_table
 from drafters.heads.masks import BlockLayout, block_attention
 from drafters.heads.sequential import SequentialHead, teacher_forced
@@ -111,11 +111,6 @@ class BlockDrafter(Drafter):
         drafter = cls(config, spec, vocab=new_vocab(config.draft_vocab_size, spec, start))
         drafter.init_from_target(start.target_tensors(), start.sample(drafter.needs), start.supervised_pairs())
         return drafter
-
-    @classmethod
-    def from_tensors(cls, config: Config, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> "BlockDrafter":
-        """A drafter of the shape of stored `tensors`, whose draft vocabulary it takes; the weights load later."""
-        return cls(config, spec, vocab=stored_vocab(config.draft_vocab_size, spec, tensors))
 
     @property
     def needs(self) -> Needs:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drafters.kv_cache import TargetCache
 
-__all__ = ["CachedPass", "causal_attention", "own_cache"]
+__all__ = ["CachedPass", "causal_attention", "next_tokens", "own_cache"]
 
 
 def causal_attention(query_BTNH: Tensor, keys_BTKH: Tensor, values_BTKH: Tensor) -> Tensor:
@@ -23,6 +23,13 @@ def causal_attention(query_BTNH: Tensor, keys_BTKH: Tensor, values_BTKH: Tensor)
 def own_cache(batch_size: int, device: torch.device) -> TargetCache:
     """An empty cache for the layers of a drafter."""
     return TargetCache(batch_size=batch_size, sliding=False, device=device)
+
+
+def next_tokens(tokens_BT: Tensor, lengths_B: Tensor, anchor_B: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The token [B, T] after each of right-padded `tokens_BT` that was verified, the anchor after the last one of a
+    row, and the index (rows, columns) of these last ones. All on the device of the lengths."""
+    newest = (torch.arange(len(lengths_B), device=lengths_B.device), lengths_B - 1)
+    return tokens_BT.to(lengths_B.device).roll(-1, dims=1).index_put(newest, anchor_B), newest
 
 
 class CachedPass:

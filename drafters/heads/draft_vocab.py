@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
-from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
 from drafters.vocab import DraftVocab, count_vocab, coverage
 
 if TYPE_CHECKING:
+    from drafters.heads.base import Drafter
     from drafters.heads.start import Start
 
 __all__ = ["STORED", "check_vocab", "new_vocab", "stored_vocab", "vocab_of"]
@@ -35,7 +35,7 @@ def new_vocab(size: int | None, spec: TargetSpec, start: "Start") -> DraftVocab 
     return vocab
 
 
-def vocab_of(drafter: Drafter, size: int | None, spec: TargetSpec) -> DraftVocab | None:
+def vocab_of(drafter: "Drafter", size: int | None, spec: TargetSpec) -> DraftVocab | None:
     """The draft vocabulary of another drafter, for one of this `size`. Raises ConfigError when it has another size."""
     ids_V = drafter.state_dict().get(STORED)
     known = None if ids_V is None else len(ids_V)

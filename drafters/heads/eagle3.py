@@ -16,7 +16,7 @@ from drafters.heads.aux_states import aux_of
 from drafters.heads.base import Drafter
 from drafters.heads.block_init import HEAD_NORMS, PROJECTIONS, layer_mismatch
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
-from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
+from drafters.heads.draft_vocab import check_vocab, new_vocab
 from drafters.heads.eagle3_layer import Eagle3Layer, Unroll
 from drafters.heads.layers import RMSNorm, compute_dtype, rope_table
 from drafters.losses import LossWeights
@@ -93,11 +93,6 @@ class Eagle3Drafter(Drafter):
         if config.init == "target":
             drafter.init_from_target(start.target_tensors(), start.target.head)
         return drafter
-
-    @classmethod
-    def from_tensors(cls, config: Config, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> "Eagle3Drafter":
-        """A drafter of the shape of stored `tensors`, whose draft vocabulary it takes; the weights load later."""
-        return cls(config, spec, vocab=stored_vocab(config.draft_vocab_size, spec, tensors))
 
     @property
     def needs(self) -> Needs:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads.base import Session
-from drafters.heads.causal import own_cache
+from drafters.heads.causal import next_tokens, own_cache
 from drafters.heads.chain import draft_chain
 from drafters.heads.eagle3_layer import Unroll
 from drafters.heads.layers import rope_table
@@ -46,8 +46,7 @@ class Eagle3Session(Session):
         assert aux_BTLD is not None
         lengths_B, self.anchor_B = lengths_B.to(self.device), anchor_B.to(self.device)
         width = tokens_BT.shape[1]
-        newest = (torch.arange(len(lengths_B), device=self.device), lengths_B - 1)
-        next_BT = tokens_BT.to(self.device).roll(-1, dims=1).index_put(newest, self.anchor_B)
+        next_BT, newest = next_tokens(tokens_BT, lengths_B, self.anchor_B)
         fused_BTD = self.drafter.fuse(aux_BTLD, self.fc)
         positions_BT = self.cache.lengths_B[:, None] + torch.arange(width, device=self.device)
         table = rope_table(positions_BT, self.drafter.inv_freq)

@@ -3,7 +3,6 @@
 # final norm and output projection; on a checkpoint that was not trained for that, a small adapter before them repairs
 # it (Kangaroo 2404.18911). Without an adapter there is nothing to train: plain layer skip.
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.errors import ConfigError
 from drafters.heads.anchors import Anchors, sample_anchors
 from drafters.heads.aux_states import aux_of
 from drafters.heads.base import Drafter
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
-from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
+from drafters.heads.draft_vocab import check_vocab, new_vocab
+from drafters.heads.final_norm import norm_gain
 from drafters.heads.layers import RMSNorm, compute_dtype, join, rms_norm
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec, check_layer_ids
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from drafters.heads.start import Start
     from drafters.target import FrozenTarget, TargetHead
 
-__all__ = ["Adapter", "AdapterConfig", "ExitDrafter", "norm_gain"]
+__all__ = ["Adapter", "AdapterConfig", "ExitDrafter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +129,6 @@ class ExitDrafter(Drafter):
         vocab = new_vocab(config.draft_vocab_size, spec, start)
         return cls(config, spec, vocab=vocab, gain_D=None if config.adapter is None else norm_gain(start.target))
 
-    @classmethod
-    def from_tensors(cls, config: Config, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> "ExitDrafter":
-        """A drafter of the shape of stored `tensors`, whose draft vocabulary it takes; the weights load later."""
-        return cls(config, spec, vocab=stored_vocab(config.draft_vocab_size, spec, tensors))
-
     @property
     def needs(self) -> Needs:
         """The exit layer's state, and the last one, which the loss compares with; nothing without an adapter, for a
@@ -186,21 +180,3 @@ class ExitDrafter(Drafter):
         if self.adapter is None:
             raise NotImplementedError("ExitDrafter without an adapter has nothing to train")
         return self.adapter
-
-
-@torch.no_grad()
-def norm_gain(target: "FrozenTarget") -> Tensor:
-    """Gain [D] of the target's final norm, float32, read off what the norm makes of equal entries (in some families it
-    is 1 + weight). Raises ConfigError when that norm is no RMSNorm."""
-    norm, spec = target.final_norm, target.spec
-    # A power of two, large against eps: the root mean square is exact.
-    gain_D = norm(torch.full((1, 1, spec.hidden_size), 1024.0, device=target.device))[0, 0].float()
-    probe_BD = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(target.device)
-    wanted_BD = norm(probe_BD[:, None])[:, 0].float()
-    error = (rms_norm(probe_BD, gain_D, spec.rms_norm_eps, dtype=torch.float32) - wanted_BD).norm() / wanted_BD.norm()
-    if not error <= 1e-3:
-        raise ConfigError(
-            f"drafter: the target's final norm, {type(norm).__name__}, is no RMSNorm, and these settings need one; "
-            "accepted: drafter.adapter=null (layer skip) or drafter.block=qwen3, or another drafter"
-        )
-    return gain_D.cpu().clone()

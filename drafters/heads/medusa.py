@@ -1,7 +1,7 @@
 # Medusa (2401.10774): independent heads on the target's last state, each residual blocks and an output projection.
 # They do not know each other's drafts, so all are made at once; trees of them cost the drafter nothing more.
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +13,7 @@ from drafters.errors import ConfigError
 from drafters.heads.anchors import sample_anchors, with_a_row
 from drafters.heads.base import Drafter
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
-from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
+from drafters.heads.draft_vocab import check_vocab, new_vocab
 from drafters.heads.layers import compute_dtype
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec
@@ -103,11 +103,6 @@ class MedusaDrafter(Drafter):
             for projection in drafter.projections:
                 projection.copy_(rows_VD.float() * spec.logit_scale)
         return drafter
-
-    @classmethod
-    def from_tensors(cls, config: Config, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> "MedusaDrafter":
-        """A drafter of the shape of stored `tensors`, whose draft vocabulary it takes; the weights load later."""
-        return cls(config, spec, vocab=stored_vocab(config.draft_vocab_size, spec, tensors))
 
     @property
     def needs(self) -> Needs:

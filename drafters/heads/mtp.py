@@ -3,7 +3,7 @@
 # true tokens at all positions at once; embedding and output projection are the target's, frozen.
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +16,8 @@ from drafters.heads.anchors import Anchors, sample_anchors, with_a_row
 from drafters.heads.base import Drafter
 from drafters.heads.block_init import copy_layer, layer_mismatch
 from drafters.heads.distillation import Blocks, Distillation, no_anchors
-from drafters.heads.draft_vocab import check_vocab, new_vocab, stored_vocab
-from drafters.heads.exit import norm_gain
+from drafters.heads.draft_vocab import check_vocab, new_vocab
+from drafters.heads.final_norm import norm_gain
 from drafters.heads.layers import DraftLayer, RMSNorm, compute_dtype
 from drafters.heads.mtp_block import BlockKind, OwnBlock, TargetBlock, plain_config
 from drafters.losses import LossWeights
@@ -130,7 +130,8 @@ class MtpDrafter(Drafter):
         own = plain_config(target)
         if config.target_config not in (None, own):
             raise ConfigError("drafter.target_config: it is not this target's; accepted: null, it is filled in")
-        norm_gain(target)
+        if config.init == "target":
+            norm_gain(target)
         return replace(config, target_config=own)
 
     @classmethod
@@ -141,11 +142,6 @@ class MtpDrafter(Drafter):
         if config.init == "target":
             drafter.init_from_target(start.target)
         return drafter
-
-    @classmethod
-    def from_tensors(cls, config: Config, spec: TargetSpec, tensors: Mapping[str, Tensor]) -> "MtpDrafter":
-        """A drafter of the shape of stored `tensors`, whose draft vocabulary it takes; the weights load later."""
-        return cls(config, spec, vocab=stored_vocab(config.draft_vocab_size, spec, tensors))
 
     @property
     def needs(self) -> Needs:
@@ -226,12 +222,13 @@ class MtpDrafter(Drafter):
         reason = layer_mismatch(self.spec, tensors, [prefix]) if isinstance(self.kind, OwnBlock) else None
         if reason is not None:
             warnings.warn(f"drafter.init: 'target' is not possible: {reason}; the blocks start random", stacklevel=3)
+        gain_D = None if isinstance(self.kind, OwnBlock) else norm_gain(target)
         for depth in self.modules_in_order:
             at = slice(hidden, None) if depth.embedding_first else slice(0, hidden)
             depth.input_proj.weight[:, at] = torch.eye(hidden)
             if isinstance(self.kind, TargetBlock):
                 depth.block.load_state_dict(target.decoder.layers[self.kind.index].state_dict())
-                depth.final_layernorm.weight.copy_(norm_gain(target))
             elif reason is None:
                 copy_layer(cast(DraftLayer, depth.block), tensors, prefix)
-                depth.final_layernorm.weight.copy_(tensors["model.norm.weight"])
+            if reason is None:
+                depth.final_layernorm.weight.copy_(tensors["model.norm.weight"] if gain_D is None else gain_D)

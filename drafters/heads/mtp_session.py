@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads.base import Session
+from drafters.heads.causal import next_tokens
 from drafters.heads.chain import draft_chain
 from drafters.heads.output import DraftOutput
 from drafters.types import Proposal
@@ -45,8 +46,7 @@ class MtpSession(Session):
         """All depths read the tokens after those that were read before, the new anchor included."""
         assert last_BTD is not None
         lengths_B, self.anchor_B = lengths_B.to(self.device), anchor_B.to(self.device)
-        newest = (torch.arange(len(lengths_B), device=self.device), lengths_B - 1)
-        next_BT = tokens_BT.to(self.device).roll(-1, dims=1).index_put(newest, self.anchor_B)
+        next_BT, newest = next_tokens(tokens_BT, lengths_B, self.anchor_B)
         state_BTD, outputs = last_BTD, []
         for k in range(len(self.caches)):
             output_BTD = self._run(k, next_BT, state_BTD, lengths_B)

@@ -20,6 +20,8 @@ from drafters.training.optim import build_optimizer
 from tests.door_world import ROOT
 from train import read_plan
 
+SETTLING = 3
+
 
 def world(name, overrides):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -53,20 +55,23 @@ def main():
         )
         families[name] = (drafter, build_optimizer(drafter, plan.optim), iter(loader))
     times = {name: [] for name in families}
-    for turn in range(args.rounds + 1):
-        for name, (drafter, optimizer, batches) in families.items():
-            began = time.perf_counter()
-            for _ in range(args.steps):
+    for turn in range(args.rounds):
+        # Another order each round, and the first steps of a turn do not count: memory comes back from the one before.
+        first = turn * 3 % len(families)
+        for name in [*families, *families][first : first + len(families)]:
+            drafter, optimizer, batches = families[name]
+            for step in range(SETTLING + args.steps):
+                began = time.perf_counter()
                 with torch.autocast("cpu", torch.bfloat16):
                     losses = drafter.loss(next(batches), target.head)
                 (losses.total / losses.count).backward()
                 torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-            if turn:  # the first is warm-up
-                times[name].append((time.perf_counter() - began) / args.steps)
+                if step >= SETTLING:
+                    times[name].append(time.perf_counter() - began)
     for name, seconds in times.items():
-        step = statistics.median(seconds)
+        step = statistics.fmean(sorted(seconds)[: len(seconds) * 9 // 10])  # without the machine's slowest tenth
         print(f"{name:10s} {step:.4f} s a step, {args.minutes * 60 / step:6.0f} steps in {args.minutes:g} minutes")
 
 
