@@ -2,8 +2,9 @@
 # and writes report.json, report.md and pictures. `compare=[a,b,ngram]` measures several side by side, `task=show`
 # prints what one does.
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from drafters.decoding.measure import Contestant, MeasureConfig
     from drafters.distributed import Ranks
     from drafters.target import FrozenTarget
+    from drafters.types import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MEASURE = ("max_new_tokens", "length", "tree", "batch_size", "seed", "num_speed_prompts", "profile_rounds")
@@ -31,13 +33,14 @@ class Choice:
 
     run: str | None = None
     compare: tuple[str, ...] | None = None
-    task: str = "measure"
     out: str | None = None
     resume: bool = False
     thinking: bool | None = None
     text: str | None = None
     by_round: bool = False
     allow_other_target: bool = False
+    profile: str | None = None
+    calibrated: bool = True
     device: str | None = None
     temperature: float | None = 0.0
     top_k: int | None = None
@@ -53,12 +56,6 @@ class Choice:
             )
         if self.out == "":
             raise ValueError("out: got ''; accepted: a folder, or null")
-        if self.task not in ("measure", "show"):
-            raise ValueError(f"task: got '{self.task}'; accepted: measure, show")
-        if self.task == "show" and self.run is None:
-            raise ValueError("compare: task=show prints what one drafter does; give run= instead")
-        if self.task == "measure" and self.text is not None:
-            raise ValueError("text: a prompt of your own is for task=show; measurements need a source of prompts")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,6 +68,7 @@ class Task:
     """Everything that is there before the first prompt is decoded."""
 
     choice: Choice
+    node: Mapping[str, Any]
     config: "MeasureConfig"
     entries: "Sequence[Entry]"
     weights: str
@@ -81,7 +79,7 @@ class Task:
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Measure, or show, what `cfg` names on the prompts of `cfg.source`."""
+    """Do what `cfg.task` says with what `cfg` names, on the prompts of `cfg.source`."""
     from drafters.distributed import Ranks, leave
 
     with Ranks.from_environment() as ranks:
@@ -90,10 +88,7 @@ def evaluate(cfg: DictConfig) -> None:
         task = read_task(cfg, ranks)
         if ranks.is_first:
             ranks.barrier()
-        if task.choice.task == "measure":
-            measure(task, ranks)
-        elif ranks.is_first:
-            show(task)
+        TASKS[task.node["name"]](task, ranks)
     if ranks.size > 1:
         leave()
 
@@ -111,7 +106,8 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
     config = typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="")
     wanted = typed(PromptConfig, {name: plain[name] for name in PROMPTS}, key="")
-    if choice.task == "show" and wanted.num_prompts is None:
+    check_task(plain["task"]["name"], choice)
+    if plain["task"]["name"] == "show" and wanted.num_prompts is None:
         wanted = replace(wanted, num_prompts=1)
     _, source = build_config(cfg.source, key="source")
     entries = find_entries(choice.names, plain["baselines"], key="run" if choice.compare is None else "compare")
@@ -120,6 +116,8 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     contestants = {one.name: one.load(target, allow_other_target=choice.allow_other_target) for one in entries}
     asked = {name: getattr(choice, name) for name in SAMPLING}
     config = replace(config, sampling=effective_sampling(target.model.generation_config, asked))
+    if plain.get("schedule") is not None:
+        contestants = scheduled(plain["schedule"], choice, entries, contestants, (target, config.sampling))
     encoder = encoder_of(entries, target, thinking=choice.thinking)
     room = target.spec.max_position - config.max_new_tokens
     if choice.text is not None:
@@ -128,6 +126,7 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
         dialogues, facts = find_dialogues(source, encoder, wanted, entries, room=room)
     return Task(
         choice=choice,
+        node=plain["task"],
         config=config,
         entries=entries,
         weights=node["weights"],
@@ -155,7 +154,7 @@ def measure(task: Task, ranks: "Ranks") -> None:
             log_report(entry.run.folder, entry.settings, reports[entry.name], out, prefix=f"evaluate/{out.name}")
 
 
-def show(task: Task) -> None:
+def show(task: Task, ranks: "Ranks") -> None:
     """Print the answer to the first prompts as they are decoded, coloured by who wrote each token."""
     from drafters.decoding.loop import DecodeConfig
     from drafters.decoding.measure import check_settings, tree_of
@@ -163,6 +162,8 @@ def show(task: Task) -> None:
     from drafters.door import say, screen
     from drafters.errors import ConfigError
 
+    if not ranks.is_first:
+        return
     (contestant,) = task.contestants.values()
     drafter, config = contestant.drafter, task.config
     if config.tree == "auto":
@@ -181,6 +182,44 @@ def show(task: Task) -> None:
         say(f"\n{printable(task.target.tokenizer.decode(prompt))}")
         one = replace(decoding, numbers=(number,))
         watch(task.target, drafter, prompt, one, screen(), rounds=task.choice.by_round)
+
+
+def study(task: Task, ranks: "Ranks") -> None:
+    """What the drafter's confidence is worth, what rounds cost here, and what schedules make of both."""
+    from drafters.door import Place
+    from drafters.scheduling.studies import Job, run_study
+
+    (entry,), ((name, contestant),) = task.entries, task.contestants.items()
+    facts = {"weights": task.weights, "prompts": task.facts}
+    job = Job(
+        target=task.target,
+        name=name,
+        contestant=contestant,
+        dialogues=task.dialogues,
+        config=task.config,
+        place=Place(out=place_of(task), facts=facts, resume=task.choice.resume, ranks=ranks),
+        folder=None if entry.run is None else entry.run.drafter,
+        profile=task.choice.profile,
+        calibrated=task.choice.calibrated,
+    )
+    run_study(job, task.node)
+
+
+TASKS: dict[str, Callable[[Task, "Ranks"], None]] = {
+    "measure": measure,
+    "show": show,
+    **dict.fromkeys(("calibrate", "profile", "sweep", "simulate"), study),
+}
+
+
+def check_task(name: str, choice: Choice) -> None:
+    """Raises ConfigError for settings that the task of this name has no use for."""
+    from drafters.errors import ConfigError
+
+    if name != "measure" and choice.run is None:
+        raise ConfigError(f"compare: task={name} is about one drafter; give run= instead")
+    if name != "show" and choice.text is not None:
+        raise ConfigError(f"text: a prompt of your own is for task=show; task={name} needs a source of prompts")
 
 
 def encoder_of(entries: "Sequence[Entry]", target: "FrozenTarget", *, thinking: bool | None) -> "ChatEncoder":
@@ -239,6 +278,30 @@ def trained_by(entries: "Sequence[Entry]", source: "SourceConfig") -> "Trained |
     return frozenset().union(*found) if found else None
 
 
+def scheduled(
+    node: Mapping[str, Any],
+    choice: Choice,
+    entries: "Sequence[Entry]",
+    contestants: "Mapping[str, Contestant]",
+    at: "tuple[FrozenTarget, Sampling]",
+) -> "dict[str, Contestant]":
+    """The contestants, each with the schedule of `node`, its own calibration and the profile of this machine."""
+    from drafters.config import build_config
+    from drafters.scheduling.policy import find_calibration, find_costs, make_policy
+
+    scheduler = build_config(node, key="schedule")[1]
+    found: dict[str, Contestant] = {}
+    for entry, (name, one) in zip(entries, contestants.items(), strict=True):
+        folder = None if entry.run is None else entry.run.drafter
+        policy = make_policy(
+            scheduler,
+            costs=partial(find_costs, choice.profile, folder),
+            calibration=partial(find_calibration, folder, one, *at) if choice.calibrated else None,
+        )
+        found[name] = replace(one, policy=policy)
+    return found
+
+
 def place_of(task: Task) -> Path:
     """The folder that the results go to."""
     choice, first = task.choice, task.entries[0]
@@ -246,9 +309,14 @@ def place_of(task: Task) -> Path:
         return Path(choice.out).expanduser()
     # Weights tell trainings of one run folder apart, settings the baselines.
     drafters = [[name, one.provenance] for name, one in task.contestants.items()]
-    name = folder_name(task.dialogues, task.config, [task.target.spec.weights_hash, drafters])
+    more = [task.target.spec.weights_hash, drafters]
+    folder = "evaluate" if task.node["name"] == "measure" else task.node["name"]
+    if folder == "profile" and first.run is not None:
+        return first.run.folder / folder  # of this machine: the newest counts
+    more += [task.node, [repr(one.policy) for one in task.contestants.values()]]
+    name = folder_name(task.dialogues, task.config, more)
     if choice.compare is None and first.run is not None:
-        return first.run.folder / "evaluate" / name
+        return first.run.folder / folder / name
     return Path("outputs") / ("compare" if choice.compare else first.name) / name
 
 

@@ -24,10 +24,23 @@ if TYPE_CHECKING:
     from drafters.decoding.dialogue import Dialogue
     from drafters.decoding.measure import Contestant, MeasureConfig, Progress
     from drafters.decoding.report import Report
+    from drafters.decoding.runner import Execution
     from drafters.distributed import Ranks
     from drafters.target import FrozenTarget
 
-__all__ = ["Place", "door", "load_target", "measure_and_write", "pick_device", "progress_bar", "say", "screen"]
+__all__ = [
+    "Place",
+    "command_facts",
+    "decoding_into",
+    "door",
+    "load_target",
+    "measure_and_write",
+    "phase_bars",
+    "pick_device",
+    "progress_bar",
+    "say",
+    "screen",
+]
 
 TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids")
 PIPE_WIDTH = 120  # columns where the output is no terminal
@@ -193,28 +206,16 @@ def measure_and_write(
     """
     from drafters.checkpoint import write_error
     from drafters.decoding.comparison import Comparison
-    from drafters.decoding.journal import Journal
-    from drafters.decoding.measure import Execution, measure
+    from drafters.decoding.measure import measure
     from drafters.decoding.render import render
-    from drafters.distributed import Ranks
 
-    out, ranks = place.out, place.ranks or Ranks()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"out: {out} cannot be made: {error.strerror}; choose another folder") from error
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    facts = {"command": command, **place.facts, "target": _named(target)}
+    facts = {**command_facts(target), **place.facts}
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
-    fingerprint = _fingerprint(target, contestants, dialogues, config)
-    # The folder is held until the reports are written.
-    with Journal(out, fingerprint, resume=place.resume, ranks=ranks) as journal:
-        if len(journal) and ranks.is_first:
-            say(f"{len(journal)} finished parts of the measurement are taken from {out}")
-        with _bars(ranks.is_first) as progress:
-            execution = Execution(journal=journal, ranks=ranks, progress=progress)
-            reports = measure(target, named, dialogues, config, execution)
-        if not ranks.is_first:
+    out = place.out
+    with decoding_into(place, target, contestants, [[one.key for one in dialogues], asdict(config)]) as execution:
+        with phase_bars(execution.ranks.is_first) as progress:
+            reports = measure(target, named, dialogues, config, replace(execution, progress=progress))
+        if not execution.ranks.is_first:
             return {}
         several = Comparison(reports) if len(reports) > 1 else None
         (first, *_) = reports.values()
@@ -223,36 +224,58 @@ def measure_and_write(
             (first if several is None else several).save(out)
         except OSError as error:
             raise write_error(out, error) from error
-        journal.remove()
     say(f"Written: {out / ('report.md' if several is None else 'comparison.md')}")
     return reports
 
 
-def _fingerprint(
-    target: "FrozenTarget",
-    contestants: Mapping[str, "Contestant"],
-    dialogues: Sequence["Dialogue"],
-    config: "MeasureConfig",
-) -> str:
+@contextmanager
+def decoding_into(
+    place: Place, target: "FrozenTarget", contestants: Mapping[str, "Contestant"], what: Sequence[Any]
+) -> Iterator["Execution"]:
+    """Hold the folder of `place`, with a journal of what was decoded, until its results are written; then the journal
+    goes. `what`: all that the results depend on beside target and contestants. Raises CheckpointError when the folder
+    cannot be made."""
+    from drafters.decoding.journal import Journal
+    from drafters.decoding.runner import Execution
+    from drafters.distributed import Ranks
+
+    out, ranks = place.out, place.ranks or Ranks()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"out: {out} cannot be made: {error.strerror}; choose another folder") from error
+    with Journal(out, _fingerprint(target, contestants, what), resume=place.resume, ranks=ranks) as journal:
+        if len(journal) and ranks.is_first:
+            say(f"{len(journal)} finished parts of the measurement are taken from {out}")
+        yield Execution(journal=journal, ranks=ranks)
+        if ranks.is_first:
+            journal.remove()
+
+
+def command_facts(target: "FrozenTarget") -> dict[str, Any]:
+    """The command that was given, and the target."""
+    return {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "target": _named(target)}
+
+
+def _fingerprint(target: "FrozenTarget", contestants: Mapping[str, "Contestant"], what: Sequence[Any]) -> str:
     """A hash of all that a measurement depends on."""
     import torch
 
     from drafters import __version__
 
-    what = [
+    everything = [
         _named(target),
         target.spec.dtype,
         str(target.device),
         {name: one.provenance for name, one in contestants.items()},
-        [dialogue.key for dialogue in dialogues],
-        asdict(config),
+        *what,
         [__version__, torch.__version__],
     ]
-    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @contextmanager
-def _bars(is_shown: bool) -> Iterator["Progress"]:
+def phase_bars(is_shown: bool) -> Iterator["Progress"]:
     """A bar a phase, with the running accepted length."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn

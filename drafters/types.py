@@ -152,6 +152,12 @@ class Proposal:
     support_V: Tensor | None = None
     confidence_BS: Tensor | None = None
 
+    def stated_confidence(self) -> Tensor:
+        """`confidence_BS`; 1 where the drafter says nothing, the largest probability of a point."""
+        if self.confidence_BS is None:
+            return torch.ones(self.tokens_BS.shape, device=self.tokens_BS.device)
+        return self.confidence_BS
+
     def cut(self, lengths_B: Tensor) -> "Proposal":
         """The same chain with `lengths_B` valid slots a row, and no more slots than the longest row has."""
         width = int(lengths_B.max()) if len(lengths_B) else 0

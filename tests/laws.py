@@ -63,12 +63,10 @@ def law_of(target, sampling):
     return torch.stack(laws)
 
 
-def sample_texts(target, drafter, *, sampling, num, batch_size, tree=None):
+def sample_texts(target, drafter, *, num, **settings):
     """How often each text came after each prompt [P, V ** NUM_TOKENS], in `num` rows that take turns with the prompts,
     and which accepted counts occurred in full rounds."""
-    config = DecodeConfig(
-        max_new_tokens=NUM_TOKENS, sampling=sampling, tree=tree, seed=11, stop_ids=(), batch_size=batch_size
-    )
+    config = DecodeConfig(max_new_tokens=NUM_TOKENS, seed=11, stop_ids=(), **settings)
     rows = decode(target, drafter, [PROMPTS[i % len(PROMPTS)] for i in range(num)], config)
     tokens = torch.tensor([row.tokens for row in rows])
     cells = (tokens * SMALL_V ** torch.arange(NUM_TOKENS - 1, -1, -1)).sum(1)

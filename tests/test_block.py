@@ -234,6 +234,7 @@ def test_metrics_in_training_are_those_of_validation(target):
         "acceptance_greedy",
         "accepted_length_greedy",
         "agreement",
+        *("confidence_bins", "acceptance_bins"),
     }
     for name, pair in in_training.metrics.items():
         torch.testing.assert_close(pair, in_validation.metrics[name])

@@ -18,7 +18,7 @@ KEY = UnitKey("speed", "markov", 0, (3, 4))
 
 
 def unit(number=0):
-    rounds = [Round(4, 2, 3, True, 17), Round(7, 3, 2, False, 20, slots=(0, 2, 5))]
+    rounds = [Round(4, 2, 3, True, 17), Round(7, 3, 2, False, 20, slots=(0, 2, 5), confidences=(0.5, 0.25))]
     rows = [Generation(number, [5, 6, 49_151], rounds, "stop"), Generation(number + 1, [7], [], "length")]
     costs = [RoundCost(2, 4, 0.1, 1 / 3, 5e-324), RoundCost(1, 0, 1e-17, math.pi, 0.0)]
     return UnitResult(rows, RunTimings(prefill_s=0.1 + 0.2, rounds=costs))
@@ -148,7 +148,7 @@ def test_another_measurement_is_refused(tmp_path, monkeypatch):
     lines = begun(tmp_path)
     with pytest.raises(DataError, match=r"with other settings, prompts or weights.*resume=false removes it"):
         Journal(tmp_path, "other", resume=True)
-    monkeypatch.setattr(module, "SCHEMA", 2)
+    monkeypatch.setattr(module, "SCHEMA", module.SCHEMA + 1)
     with pytest.raises(DataError, match="of another version"):
         Journal(tmp_path, "f", resume=True)
     assert (tmp_path / "progress.jsonl").read_bytes() == b"".join(lines)

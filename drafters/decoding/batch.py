@@ -1,5 +1,6 @@
 # The rows that are decoded together, and one round of them: propose -> verify -> roll the target's cache back -> show
-# the drafter what stood. Row b of every tensor belongs to `live[b]`; what a row gets does not depend on its companions.
+# the drafter what stood. Row b of every tensor belongs to `live[b]`; what a row gets does not depend on its companions,
+# but for how many of its drafts a policy lets through.
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from drafters.decoding.tree import Tree
 from drafters.decoding.verify import empty_proposal, seen_after, verify_chain
 from drafters.decoding.verify_tree import verify_tree
 from drafters.heads.base import Drafter, Session
+from drafters.scheduling.schedulers import Outcome
 from drafters.types import Needs, Proposal, StepOutput
 
 if TYPE_CHECKING:
@@ -81,6 +83,8 @@ class LiveBatch:
         self.needs = drafter.needs if drafter is not None else Needs()
         self.stop_ids = frozenset(target.spec.eos_ids if config.stop_ids is None else config.stop_ids)
         self.num_slots = num_slots
+        self.policy = None if drafter is None else config.policy
+        self.schedule = None if self.policy is None else self.policy.begin(num_slots)
         self.clock = _Clock(target.device)
         self.live: list[Generation] = []
         self.done: list[Generation] = []
@@ -137,6 +141,7 @@ class LiveBatch:
         asked = min(shape, max(left) - 1) if isinstance(shape, int) else shape.size if max(left) > 1 else 0
         proposal = self._propose(shape, asked, left, uniforms)
         draft_s = self.clock.lap()
+        proposal = self._schedule(proposal)
         proposed = proposal.lengths_B.tolist()
         length = proposal.tokens_BS.shape[1]
         tokens_BS = torch.cat([rows.anchor_B[:, None], proposal.tokens_BS], 1) if length else rows.anchor_B[:, None]
@@ -149,7 +154,9 @@ class LiveBatch:
         kept = self._verify(proposal, out.logits_BSV, uniforms)
         context_B = rows.context_B + kept.accepted_B + 1
         self._roll_back(kept, context_B, length)
-        self._record(proposed, kept, tokens_BS, shape, on_round)
+        self._record(proposal, kept, tokens_BS, shape, on_round)
+        if self.schedule is not None:
+            self.schedule.observe(Outcome(drafted=asked, proposed_R=proposal.lengths_B, accepted_R=kept.accepted_B))
         overhead_s += self.clock.lap()
         self.rows = rows._replace(anchor_B=kept.next_B, context_B=context_B)
         self._extend(tokens_BS, kept, out)
@@ -173,6 +180,13 @@ class LiveBatch:
         if min(left) <= asked:
             proposal = proposal.cut(torch.minimum(proposal.lengths_B, room_B))
         return proposal.cut(proposal.lengths_B)
+
+    def _schedule(self, proposal: Proposal) -> Proposal:
+        """What of the proposal goes to the target; all of it without a policy."""
+        if self.schedule is None or self.policy is None or not proposal.tokens_BS.shape[1]:
+            return proposal
+        lengths_B = self.schedule.lengths(self.policy.survival(proposal))
+        return proposal.cut(torch.minimum(lengths_B, proposal.lengths_B))
 
     def _verify(self, proposal: Proposal, logits_BSV: Tensor, uniforms: Uniforms | None) -> _Kept:
         assert self.rows is not None
@@ -204,10 +218,12 @@ class LiveBatch:
             self.rows.cache.rollback(context_B - 1)
 
     def _record(
-        self, proposed: list[int], kept: _Kept, tokens_BS: Tensor, shape: int | Tree, on_round: OnRound | None
+        self, proposal: Proposal, kept: _Kept, tokens_BS: Tensor, shape: int | Tree, on_round: OnRound | None
     ) -> None:
         """Write the round into each row's text and history."""
         assert self.rows is not None
+        proposed = proposal.lengths_B.tolist()
+        said = proposal.stated_confidence().tolist() if self.config.record_confidence else None
         paths = None if kept.path_BD is None else kept.path_BD.tolist()
         columns = (kept.accepted_B.tolist(), tokens_BS.tolist(), kept.next_B.tolist(), self.rows.context_B.tolist())
         deepest = shape if isinstance(shape, int) else shape.max_depth
@@ -219,7 +235,8 @@ class LiveBatch:
             tokens = [*stood, added]
             gained = self._append(row, tokens)
             full = fits and gained == len(tokens)
-            row.rounds.append(Round(proposed[b], accepted, gained, full, context, slots))
+            sure = () if said is None else tuple(said[b][: proposed[b]])
+            row.rounds.append(Round(proposed[b], accepted, gained, full, context, slots, sure))
             if on_round is not None:
                 on_round(row.prompt, row.rounds[-1], tokens[:gained], fed[1 : 1 + proposed[b]])
 

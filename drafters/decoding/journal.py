@@ -19,7 +19,7 @@ from drafters.files import flush
 
 __all__ = ["Journal", "UnitKey", "UnitResult"]
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = re.compile(r"progress(\.rank\d+)?\.jsonl")
 
 
@@ -240,4 +240,4 @@ def _checked(line: bytes) -> Any:
 
 
 def _round(values: list[Any]) -> Round:
-    return Round._make([*values[:-1], tuple(values[-1])])
+    return Round._make(tuple(value) if isinstance(value, list) else value for value in values)

@@ -19,6 +19,7 @@ from drafters.heads.base import Drafter
 from drafters.types import Sampling
 
 if TYPE_CHECKING:
+    from drafters.scheduling.policy import Policy
     from drafters.target import FrozenTarget
 
 __all__ = ["DecodeConfig", "Generation", "OnRound", "Round", "RoundCost", "RunTimings", "decode"]
@@ -29,7 +30,9 @@ class DecodeConfig:
     """How to decode. `length` is the number of drafts a round: None = the drafter's block size, 0 = none, a tuple is
     cycled round by round (how costs are profiled). `tree` drafts that tree (or these in turn) instead. `stop_ids` None
     = the target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have
-    the same seed, one each; None = their places."""
+    the same seed, one each; None = their places. `policy` chooses, round by round, whether to draft and
+    how many of the drafts to verify; without one all are. `record_confidence` keeps what the drafter says of its own
+    drafts."""
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -39,6 +42,8 @@ class DecodeConfig:
     numbers: tuple[int, ...] | None = None
     stop_ids: tuple[int, ...] | None = None
     batch_size: int = 1
+    policy: "Policy | None" = None
+    record_confidence: bool = False
 
 
 def decode(
@@ -54,9 +59,10 @@ def decode(
 
     At temperature 0 the tokens are the target's own greedy ones (exactly in float32); above, their law is the
     target's. A row's random numbers come from `config.seed` and its number in `config.numbers` alone, so that it is the
-    same in any batch. `on_round(prompt, round, new_tokens, drafts)` is called for
-    every row of every round. Times are added to `timings`. The rows come back in the order of `prompts`. Raises
-    ConfigError and DataError for settings out of range and for prompts that do not fit.
+    same in any batch (under a policy, which weighs rows against each other, only its law is, above temperature 0).
+    `on_round(prompt, round, new_tokens, drafts)` is called for every row of every round. Times are added to `timings`.
+    The rows come back in the order of `prompts`. Raises ConfigError and DataError for settings out of range and for
+    prompts that do not fit.
     """
     shapes = _shapes(drafter, config)
     drafter = None if shapes == (0,) else drafter
@@ -76,7 +82,8 @@ def decode(
                 count = min(config.batch_size - len(batch.live), len(waiting))
                 batch.admit([waiting.popleft() for _ in range(count)])
             if batch.live:
-                batch.round(shapes[num_rounds % len(shapes)], on_round)
+                asked = batch.schedule.want(len(batch.live)) if batch.schedule else shapes[num_rounds % len(shapes)]
+                batch.round(asked, on_round)
                 num_rounds += 1
     return sorted(batch.done, key=lambda generation: generation.prompt)
 

@@ -23,7 +23,6 @@ from drafters.decoding.runner import (
     Unit,
     first_items,
     in_turns,
-    next_items,
     units_of,
 )
 from drafters.decoding.sampling import check_sampling
@@ -31,9 +30,11 @@ from drafters.decoding.summary import Found, report_of
 from drafters.decoding.tree import Tree, choose_tree, expected_length, probe_tree, rank_acceptances, static_tree
 from drafters.errors import ConfigError, DataError
 from drafters.heads.base import Drafter
+from drafters.scheduling.check import check_confidence
 from drafters.types import Sampling
 
 if TYPE_CHECKING:
+    from drafters.scheduling.policy import Policy
     from drafters.target import FrozenTarget
 
 __all__ = ["Contestant", "Execution", "MeasureConfig", "Progress", "check_settings", "measure", "tree_of"]
@@ -62,10 +63,11 @@ class MeasureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A drafter to measure, and what reports say of where it comes from."""
+    """A drafter to measure, and what reports say of where it comes from. Its speed is measured under `policy`."""
 
     drafter: Drafter
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    policy: "Policy | None" = None
 
 
 def measure(
@@ -84,7 +86,15 @@ def measure(
     for drafter in drafters.values():
         check_settings(drafter, dialogues, config)
     _check_trees(drafters, config)
+    if any(one.policy is not None for one in contestants.values()) and (config.tree, config.length) != (None, "auto"):
+        raise ConfigError(
+            f"schedule: it decides how many drafts are verified, got length={config.length} and tree={config.tree} as "
+            "well; accepted: length=auto, tree=null"
+        )
     execution = execution or Execution()
+    for contestant in contestants.values():
+        if contestant.policy is not None:
+            check_confidence(target, contestant.drafter, dialogues[0].encode(()))
     decode_config = DecodeConfig(
         max_new_tokens=config.max_new_tokens,
         sampling=config.sampling,
@@ -93,8 +103,9 @@ def measure(
         batch_size=config.batch_size,
     )
     runner = Runner(target, drafters, decode_config, execution)
-    stages = _Stages(runner, drafters, dialogues, config)
-    found = stages.run(target.spec.max_position - config.max_new_tokens)
+    policies = {name: one.policy for name, one in contestants.items() if one.policy is not None}
+    stages = _Stages(runner, drafters, dialogues, config, policies=policies)
+    found = stages.run()
     if not execution.ranks.is_first:
         return {}
     return {
@@ -107,21 +118,28 @@ class _Stages:
     """The stages of a measurement, in their order."""
 
     def __init__(
-        self, runner: Runner, drafters: Mapping[str, Drafter], dialogues: Sequence[Dialogue], config: MeasureConfig
+        self,
+        runner: Runner,
+        drafters: Mapping[str, Drafter],
+        dialogues: Sequence[Dialogue],
+        config: MeasureConfig,
+        *,
+        policies: Mapping[str, "Policy"],
     ) -> None:
+        self.policies = policies
         self.runner, self.drafters, self.dialogues, self.config = runner, drafters, dialogues, config
         self.names = list(drafters)
         self.trees: dict[str, Tree] = {}
         self.tree_costs: dict[str, tuple[metrics.Costs, dict[int, float]]] = {}
 
-    def run(self, room: int) -> dict[str, Found]:
+    def run(self) -> dict[str, Found]:
         items = first_items(self.dialogues)
         units = units_of(items, self.config.batch_size)
         self.runner.warm_up(units[0])
         for name in self.names:
             if self.config.tree is not None and self.drafters[name].drafts_trees:
                 self._choose_tree(name, units)
-        acceptance = self._acceptance(items, units, room)
+        acceptance = self._acceptance(items)
         everything = [run.unit for run in acceptance[self.names[0]]]
         costs, taus = self._costs(acceptance, units)
         lengths = {name: self._length(name, costs[name], taus[name]) for name in self.names}
@@ -140,6 +158,7 @@ class _Stages:
                 accepted_lengths=taus[name],
                 length=lengths[name],
                 tree=self.trees.get(name),
+                policy=self.policies.get(name),
                 speed=list(zip(speed[name], speed[PLAIN], strict=True)),
                 num_ranks=self.runner.ranks.size,
             )
@@ -147,27 +166,14 @@ class _Stages:
         }
 
     def _shape(self, name: str, length: int) -> dict[str, Any]:
+        if name in self.policies:
+            return {"policy": self.policies[name]}
         return {"tree": self.trees[name]} if name in self.trees else {"length": length}
 
-    def _acceptance(self, items: list[Item], units: list[Unit], room: int) -> dict[str, list[Run]]:
-        """Every prompt at the full block (or the tree), turn after turn; the first contestant's answers are what the
-        next turns of all follow."""
+    def _acceptance(self, items: list[Item]) -> dict[str, list[Run]]:
+        """Every prompt at the full block (or the tree)."""
         changes = {name: {"tree": tree} for name, tree in self.trees.items()}
-        found: dict[str, list[Run]] = {name: [] for name in self.names}
-        answers: dict[int, list[list[int]]] = {}
-        turn, offset = 0, 0
-        while items:
-            phase = "acceptance" if turn == 0 else f"acceptance, turn {turn + 1}"
-            units = [Unit(offset + unit.index, unit.items) for unit in units]
-            runs = self.runner.each(phase, units, self.names, changes)
-            for name in self.names:
-                found[name] += runs[name]
-            for run in runs[self.names[0]]:
-                for item, row in zip(run.unit.items, run.rows, strict=True):
-                    answers.setdefault(item.dialogue, []).append(row.tokens)
-            turn, offset = turn + 1, offset + len(units)
-            items = next_items(self.dialogues, answers, turn=turn, room=room)
-            units = units_of(items, self.config.batch_size)
+        found = self.runner.turns("acceptance", self.dialogues, self.names, changes, items=items)
         for name in self.names:
             self._check_rounds(name, [r for run in found[name] for r in run.rounds])
         return found
@@ -228,6 +234,8 @@ class _Stages:
         return costs, taus
 
     def _length(self, name: str, costs: metrics.Costs, taus: Mapping[int, float]) -> int:
+        if name in self.policies:
+            return self.drafters[name].block_size
         if name in self.trees:
             return self.trees[name].size
         if isinstance(self.config.length, int):

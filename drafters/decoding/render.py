@@ -191,6 +191,8 @@ def _summary_rows(r: "Report") -> list[Row]:
 
 def _drafted(r: "Report") -> str:
     if r.tree is None:
+        if r.schedule is not None:
+            return f"{r.schedule['drafts_verified']:.2f} verified (of {r.block_size}), {r.schedule['scheduler']}"
         return f"{r.draft_length} in a chain (of {r.block_size})"
     return f"a tree of {r.draft_length}, {r.block_size} deep"
 

@@ -139,7 +139,9 @@ class Report:
     Acceptance, at the full block, over full rounds (see metrics.full_rounds): `accepted_length` = `tokens` / `rounds`,
     bonus included; `acceptance_by_position` conditional, `survival_by_position` marginal; `accepted_histogram[n]`
     rounds with n accepted drafts; `verify_rate` = accepted / proposed drafts. With a `tree` ({"parents", "ranks"}, see
-    tree.Tree) positions are depths, `block_size` is its depth and `draft_length` its size.
+    tree.Tree) positions are depths, `block_size` is its depth and `draft_length` its size. With a `schedule` (its
+    settings, drafts verified and accepted a row and round, the share of rounds without drafts) `draft_length` is the
+    most that are made.
     Speed, at `draft_length`, of both loops interleaved: tokens per second exclude prefill and the token it gives;
     `end_to_end_speedup` includes both. `draft_ms` (propose and extend), `verify_ms`, `overhead_ms` are means per
     round, `baseline_step_ms` that of a baseline round; `overhead_share` is the loop's share of all decode seconds;
@@ -167,6 +169,7 @@ class Report:
     rounds: int
     tokens: int
     tree: dict[str, list[int]] | None
+    schedule: dict[str, Any] | None = None
     draft_length: int
     accepted_length_at_draft_length: float
     tokens_per_second: float

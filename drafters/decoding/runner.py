@@ -162,6 +162,34 @@ class Runner:
             self.progress(phase, count, len(mine), metrics.accepted_length(rounds))
         return self._merged(done, names)
 
+    def turns(
+        self,
+        phase: str,
+        dialogues: Sequence[Dialogue],
+        names: Sequence[str],
+        changes: Mapping[str, Mapping[str, Any]],
+        *,
+        items: list[Item] | None = None,
+    ) -> dict[str, list[Run]]:
+        """Runs of every turn of `dialogues`, turn after turn; the first contestant's answers are what the next turns of
+        all follow. `items`: their first turns, where they were made before."""
+        found: dict[str, list[Run]] = {name: [] for name in names}
+        answers: dict[int, list[list[int]]] = {}
+        room = self.target.spec.max_position - self.config.max_new_tokens
+        items, turn, offset = first_items(dialogues) if items is None else items, 0, 0
+        while items:
+            units = units_of(items, self.config.batch_size)
+            units = [Unit(offset + unit.index, unit.items) for unit in units]
+            runs = self.each(phase if turn == 0 else f"{phase}, turn {turn + 1}", units, names, changes)
+            for name in names:
+                found[name] += runs[name]
+            for run in runs[names[0]]:
+                for item, row in zip(run.unit.items, run.rows, strict=True):
+                    answers.setdefault(item.dialogue, []).append(row.tokens)
+            turn, offset = turn + 1, offset + len(units)
+            items = next_items(dialogues, answers, turn=turn, room=room)
+        return found
+
     def until(self, phase: str, units: Sequence[Unit], name: str, enough: int, **changes: Any) -> list[Run]:
         """Runs of the first units by one contestant until they hold `enough` full rounds."""
         done: list[tuple[str, Run]] = []

@@ -15,6 +15,7 @@ from drafters.heads.base import Drafter
 
 if TYPE_CHECKING:
     from drafters.decoding.measure import MeasureConfig
+    from drafters.scheduling.policy import Policy
     from drafters.target import FrozenTarget
 
 __all__ = ["Found", "report_of"]
@@ -33,6 +34,7 @@ class Found:
     accepted_lengths: Mapping[int, float]
     length: int
     tree: Tree | None
+    policy: "Policy | None"
     speed: list[tuple[Run, Run]]
     num_ranks: int
 
@@ -62,6 +64,7 @@ def report_of(
         verify_rate=metrics.verify_rate(r for _, rounds in rows for r in rounds),
         block_size=found.block_size,
         tree=None if found.tree is None else {"parents": list(found.tree.parents), "ranks": list(found.tree.ranks)},
+        schedule=_schedule_part(found),
         draft_length=found.length,
         **speed,
         predicted_speedup=_predicted(found, found.length, found.accepted_lengths.get(found.length, NAN)),
@@ -159,8 +162,25 @@ def _rate(amount: float, per: float) -> float:
     return amount / per if per else NAN
 
 
+def _schedule_part(found: Found) -> dict[str, Any] | None:
+    """What the schedule did in the speed runs."""
+    if found.policy is None:
+        return None
+    rounds = [r for drafted, _ in found.speed for r in drafted.rounds]
+    steps = [cost for drafted, _ in found.speed for cost in drafted.timings.rounds]
+    return {
+        **found.policy.describe(),
+        "drafts_verified": sum(r.proposed for r in rounds) / len(rounds),
+        "accepted": sum(r.accepted for r in rounds) / len(rounds),
+        "not_drafting": sum(cost.length == 0 for cost in steps) / len(steps),
+    }
+
+
 def _predicted(found: Found, length: int, accepted_length: float) -> float:
-    return found.costs.speedup(length, accepted_length) if length in found.costs.draft_s else NAN
+    """NaN under a schedule: what it verifies differs from round to round."""
+    if found.policy is not None or length not in found.costs.draft_s:
+        return NAN
+    return found.costs.speedup(length, accepted_length)
 
 
 def _prediction(found: Found, rows: list[tuple[Item, list[Round]]], measured: float) -> Prediction:

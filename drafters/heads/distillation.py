@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafters.heads.anchors import Anchors
 from drafters.heads.block_metrics import block_metrics
+from drafters.heads.calibration_metrics import histogram
 from drafters.heads.confidence import confidence_loss
 from drafters.losses import DistillInput, LossWeights, distill, position_weights
 from drafters.types import Batch, Losses
@@ -86,6 +87,9 @@ class Distillation:
             total, terms["confidence"] = total + weights.confidence * term, term.detach()
             confidence_N = logits_N.detach().sigmoid()
         metrics = block_metrics(anchors, accept_N=accept_N, agree_N=agree_N, confidence_N=confidence_N)
+        if want_metrics and confidence_N is not None and accept_N is not None:
+            slot_N = counted_AG.nonzero()[:, 1]
+            metrics |= histogram(confidence_N, accept_N, slot_N=slot_N, num_slots=num_slots)
         return Losses(total=torch.as_tensor(total), count=counted_AG.sum().float(), terms=terms, metrics=metrics)
 
 

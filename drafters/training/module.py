@@ -2,6 +2,7 @@
 # one optimizer step needs from all ranks (counts, losses, alarms, requests to stop or save) travels in one reduction.
 # The frozen target stands outside the module tree: nothing can save, wrap, train or copy it.
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.heads.base import Drafter
+from drafters.heads.calibration_metrics import ACCEPTANCE, CONFIDENCE, auc_of, ece_of
 from drafters.training.budget import Stopwatch
 from drafters.training.optim import OptimConfig, build_optimizer, schedule_factor
 from drafters.training.window import Window
@@ -35,6 +37,22 @@ class _Outside:
 
     def __deepcopy__(self, memo: dict) -> "_Outside":
         return self
+
+
+def confidence_figures(total: dict[str, Tensor]) -> dict[str, float]:
+    """Calibration error and ROC-AUC of the confidence head by position, of the histograms among the sums of a
+    validation, which are taken out; none without a confidence head."""
+    if CONFIDENCE not in total:
+        return {}
+    confidence, acceptance = total.pop(CONFIDENCE), total.pop(ACCEPTANCE)
+    found = {"ece": ece_of((confidence[0], confidence[1]), (acceptance[0], acceptance[1]))}
+    found["auc"] = auc_of((acceptance[0], acceptance[1]))
+    return {
+        f"val/confidence_{name}@{k}": value
+        for name, values_G in found.items()
+        for k, value in enumerate(values_G.tolist(), start=1)
+        if math.isfinite(value)
+    }
 
 
 class DistillModule(LightningModule):
@@ -67,7 +85,7 @@ class DistillModule(LightningModule):
         self._target = _Outside(target_head)
         self._sample_names = sample_names
         self._window = Window()
-        self._validation: dict[str, Tensor] = {}  # [2] or [2, G]: sums, counts
+        self._validation: dict[str, Tensor] = {}  # [2], [2, G] or (histograms) [2, G, bins]: sums, counts
 
     @property
     def target_head(self) -> "TargetHead":
@@ -138,7 +156,7 @@ class DistillModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         total = {name: self._reduce(pair) for name, pair in sorted(self._validation.items())}
-        values: dict[str, float] = {}
+        values = confidence_figures(total)
         for name, (sums, counts) in total.items():
             if sums.ndim == 0:
                 values[f"val/{name}"] = float(sums / counts)

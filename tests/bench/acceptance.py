@@ -43,7 +43,7 @@ def main() -> None:
     config = DecodeConfig(max_new_tokens=args.tokens, batch_size=args.batch)
     with Journal(args.journal, f"{args.names} {args.prompts} {args.each} {args.tokens}", resume=True) as journal:
         runner = Runner(target, drafters, config, Execution(journal=journal))
-        found = runner.turns("acceptance", dialogues, list(drafters), {}, room=1024)
+        found = runner.turns("acceptance", dialogues, list(drafters), {})
     prompts = {
         name: {
             item.number: (item.source, row.rounds)

@@ -1,0 +1,212 @@
+# The tasks of evaluate.py about confidence and costs: each goes from a target, a drafter and prompts to files in a
+# folder. What was decoded is kept beside what it says, so that it can be judged, swept and simulated again without
+# decoding.
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drafters.checkpoint import write_error
+from drafters.decoding.dialogue import Dialogue
+from drafters.decoding.loop import DecodeConfig
+from drafters.decoding.measure import Contestant, MeasureConfig, check_settings
+from drafters.decoding.records import Round
+from drafters.decoding.report import write_json
+from drafters.decoding.runner import Runner
+from drafters.door import Place, command_facts, decoding_into, phase_bars, say
+from drafters.scheduling.calibration import METHODS, Calibration, fit
+from drafters.scheduling.check import check_confidence
+from drafters.scheduling.observations import Observations
+from drafters.scheduling.policy import find_calibration, find_costs
+from drafters.scheduling.profile import CostProfile
+from drafters.scheduling.profiler import ProfileConfig, measure_profile
+
+if TYPE_CHECKING:
+    from drafters.target import FrozenTarget
+
+__all__ = ["CalibrateConfig", "Job", "ProfileTask", "calibrate", "profile"]
+
+OBSERVATIONS, PROFILE = "observations.safetensors", "profile.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A task on one drafter. `folder` is its `drafter` folder; None for a baseline, with which nothing is stored.
+    `profile`: where costs come from, None = the run's own; `calibrated`: whether confidence is corrected first."""
+
+    target: "FrozenTarget"
+    name: str
+    contestant: Contestant
+    dialogues: Sequence[Dialogue]
+    config: MeasureConfig
+    place: Place
+    folder: Path | None = None
+    profile: str | None = None
+    calibrated: bool = True
+
+    @property
+    def drafter_sha256(self) -> str:
+        """The hash of the drafter's weights; of a baseline, its name."""
+        return str(self.contestant.provenance.get("sha256", self.name))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes; of several, one does."""
+        return self.place.ranks is None or self.place.ranks.is_first
+
+    def calibration(self) -> Calibration:
+        """The one that is stored with the drafter."""
+        return find_calibration(self.folder, self.contestant, self.target, self.config.sampling)
+
+    def costs(self) -> CostProfile:
+        """By `profile`."""
+        return find_costs(self.profile, self.folder)
+
+    def provenance(self) -> dict[str, Any]:
+        """What the files say of where they come from."""
+        return {**command_facts(self.target), **self.place.facts, "drafter": dict(self.contestant.provenance)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """`method`: of `calibration.fit`. `fit` False judges the stored calibration and changes nothing."""
+
+    name: str = "calibrate"
+    method: str = "temperature"
+    fit: bool = True
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method: got '{self.method}'; accepted: {', '.join(METHODS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileTask:
+    """See ProfileConfig."""
+
+    name: str = "profile"
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    max_length: int | None = None
+    repeats: int = 10
+    warmup: int = 2
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for what the disk does not take."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(folder, error) from error
+
+
+def observe(job: Job) -> Observations:
+    """Decode all prompts at the full block and keep what the drafter said of each draft; a stopped one goes on."""
+    drafter, config = job.contestant.drafter, job.config
+    check_settings(drafter, job.dialogues, replace(config, length="auto"))
+    check_confidence(job.target, drafter, job.dialogues[0].encode(()))
+    decoding = DecodeConfig(
+        max_new_tokens=config.max_new_tokens,
+        sampling=config.sampling,
+        seed=config.seed,
+        stop_ids=config.stop_ids,
+        batch_size=config.batch_size,
+        record_confidence=True,
+    )
+    what = ["observe", [one.key for one in job.dialogues], asdict(config)]
+    with decoding_into(job.place, job.target, {job.name: job.contestant}, what) as execution:
+        with phase_bars(execution.ranks.is_first) as progress:
+            runner = Runner(job.target, {job.name: drafter}, decoding, replace(execution, progress=progress))
+            runs = runner.turns("confidence", job.dialogues, [job.name], {})[job.name]
+        rows = [pair for run in runs for pair in zip(run.unit.items, run.rows, strict=True)]
+        # By dialogue: its turns are judged together, since they resemble each other.
+        rounds: dict[int, list[Round]] = {}
+        for item, row in sorted(rows, key=lambda pair: pair[0].number):
+            rounds.setdefault(item.dialogue, []).extend(row.rounds)
+        observations = Observations.of_rounds(rounds.values(), drafter.block_size)
+        if execution.ranks.is_first:
+            observations.save(job.place.out / OBSERVATIONS)
+    return observations
+
+
+def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
+    """Fit a calibration to what the drafter says of its drafts and store it with the drafter, or judge the stored one.
+
+    A fit is judged by cross-validation: each prompt by what the others taught. Writes reliability.json, .md and .png
+    into the folder of the place; returns what stands in the first, or nothing where another process writes.
+    """
+    from drafters.scheduling.reliability import (
+        cross_validated,
+        draw_reliability,
+        measure_reliability,
+        reliability_tables,
+        reliability_to_markdown,
+    )
+
+    hashes = {"drafter_sha256": job.drafter_sha256, "target_hash": job.target.spec.weights_hash}
+    stored = None if config.fit else job.calibration()
+    observations = observe(job)
+    if not job.is_first:
+        return {}
+    if stored is None:
+        judged_NG = cross_validated(observations, method=config.method)
+        temperatures, biases = fit(observations, method=config.method)
+        calibration = Calibration(
+            temperatures=temperatures,
+            biases=biases,
+            method=config.method,
+            sampling=job.config.sampling,
+            **hashes,
+            provenance={**job.provenance(), "rounds": observations.num_rounds},
+        )
+    else:
+        calibration, judged_NG = stored, stored.apply(observations.confidence_NG)
+    found = {
+        "schema": 1,
+        "method": calibration.method,
+        "fitted_here": config.fit,
+        "temperatures": list(calibration.temperatures),
+        "biases": list(calibration.biases),
+        **measure_reliability(observations, judged_NG, seed=job.config.seed),
+        "provenance": job.provenance(),
+    }
+    say(reliability_tables(found))
+    out = job.place.out
+    title = "# Confidence against what stood\n"
+    picture = "![Reliability diagrams](reliability.png)\n"
+    with writing(out):
+        if config.fit and job.folder is not None:
+            say(f"Written: {calibration.save(job.folder)}")
+        draw_reliability(observations, judged_NG).savefig(out / "reliability.png", dpi=150)
+        page = "\n".join([title, reliability_to_markdown(found), picture])
+        (out / "reliability.md").write_text(page, encoding="utf-8")
+        write_json(found, out / "reliability.json")
+    say(f"Written: {out / 'reliability.md'}")
+    return found
+
+
+def profile(job: Job, config: ProfileTask) -> CostProfile:
+    """Time the target's steps and the drafter on this machine. Writes profile.json and profile.png into the folder of
+    the place."""
+    from drafters.scheduling.pictures import draw_profile
+
+    wanted = {name: value for name, value in asdict(config).items() if name != "name"}
+    settings = ProfileConfig(**wanted, sampling=job.config.sampling, seed=job.config.seed)
+    prompts = [dialogue.encode(()) for dialogue in job.dialogues]
+    with phase_bars(True) as progress:
+        found = measure_profile(
+            job.target,
+            job.contestant.drafter,
+            prompts,
+            settings,
+            progress=progress,
+        )
+    out = job.place.out
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        found.save(out / PROFILE)
+        draw_profile(found).savefig(out / "profile.png", dpi=150)
+    say(f"Written: {out / PROFILE}")
+    return found

@@ -1,0 +1,163 @@
+# The tasks of evaluate.py that decode nothing: they read what task=calibrate recorded and what task=profile measured,
+# and say what thresholds and schedules would give.
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafters.config import build_config, typed
+from drafters.decoding.render import markdown, tables
+from drafters.decoding.report import plain, write_json
+from drafters.door import phase_bars, say
+from drafters.errors import ConfigError
+from drafters.scheduling.jobs import OBSERVATIONS, CalibrateConfig, Job, ProfileTask, calibrate, profile, writing
+from drafters.scheduling.observations import Observations
+from drafters.scheduling.pictures import draw_frontier
+from drafters.scheduling.policy import profile_of
+from drafters.scheduling.simulate import Replay, SimulateConfig, Simulation, frontier, frontier_section
+from drafters.scheduling.sweep import draw_sweep, sweep, sweep_section
+
+__all__ = ["Job", "SimulateTask", "SweepTask", "run_study", "simulate_schedules", "sweep_thresholds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTask:
+    """`observations`: what task=calibrate recorded; None = the newest of the run. `thresholds`: what to try."""
+
+    name: str = "sweep"
+    observations: str | None = None
+    thresholds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateTask:
+    """`schedules`: schedulers by name. `concurrency`: requests at once, at most. The rest: see SimulateConfig."""
+
+    name: str = "simulate"
+    observations: str | None = None
+    schedules: dict[str, Any] = field(default_factory=dict)
+    concurrency: tuple[int, ...] = ()
+    rate: float | None = None
+    tokens_per_request: int = 256
+    num_steps: int = 2000
+    warmup_steps: int = 200
+    num_seeds: int = 3
+
+    def __post_init__(self) -> None:
+        self.settings(0)
+        if not self.concurrency:
+            raise ValueError("concurrency: got []; accepted: one or more numbers of requests")
+
+    def settings(self, seed: int) -> SimulateConfig:
+        """As the simulator takes them."""
+        names = ("rate", "tokens_per_request", "num_steps", "warmup_steps", "num_seeds")
+        return SimulateConfig(**{name: getattr(self, name) for name in names}, seed=seed)
+
+
+def recorded(job: Job, path: str | None) -> Observations:
+    """The observations of `path`, or the newest of the run. Raises ConfigError when there are none, or they are of
+    another drafter's block size."""
+    if path is not None:
+        chosen = Path(path).expanduser()
+    else:
+        run = None if job.folder is None else job.folder.parent
+        found = [] if run is None else sorted(run.glob(f"calibrate/*/{OBSERVATIONS}"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise ConfigError("task.observations: got null, and the run has none; run task=calibrate, or give a file")
+        chosen = found[-1]
+    say(f"Rounds: {chosen}")
+    observations = Observations.load(chosen)
+    if observations.num_slots != job.contestant.drafter.block_size:
+        raise ConfigError(
+            f"task.observations: {chosen} has {observations.num_slots} drafts a round, the drafter makes "
+            f"{job.contestant.drafter.block_size}; accepted: what task=calibrate recorded of this drafter"
+        )
+    return observations
+
+
+def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
+    """What each threshold gives, in tokens per second too where there is a profile. Writes sweep.json, sweep.md and
+    sweep.png into the folder of the place."""
+    observations = recorded(job, config.observations)
+    confidence_NG = observations.confidence_NG
+    if job.calibrated:
+        confidence_NG = job.calibration().apply(confidence_NG)
+    has_profile = job.profile is not None or (job.folder is not None and profile_of(job.folder).is_file())
+    costs = job.costs() if has_profile else None
+    rows = sweep(observations, confidence_NG, config.thresholds, costs)
+    section = sweep_section(rows)
+    say(tables([section], width=80))
+    found = {
+        "schema": 1,
+        "calibrated": job.calibrated,
+        "rounds": observations.num_rounds,
+        "thresholds": [asdict(row) for row in rows],
+        "provenance": job.provenance(),
+    }
+    out = job.place.out
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        draw_sweep(rows).savefig(out / "sweep.png", dpi=150)
+        page = f"{markdown(section)}\n![Drafts accepted and rejected by threshold](sweep.png)\n"
+        (out / "sweep.md").write_text(page, encoding="utf-8")
+        write_json(plain(found), out / "sweep.json")
+    say(f"Written: {out / 'sweep.md'}")
+    return found
+
+
+def simulate_schedules(job: Job, config: SimulateTask) -> list[Simulation]:
+    """What each schedule gives under load. Writes simulation.json, .md and .png into the folder of the place."""
+    observations = recorded(job, config.observations)
+    replay = Replay(observations, job.calibration() if job.calibrated else None)
+    costs = job.costs()
+    schedulers = {name: _built(name, node) for name, node in config.schedules.items()}
+    with phase_bars(True) as progress:
+        found = frontier(
+            replay,
+            costs,
+            schedulers,
+            config.concurrency,
+            config.settings(job.config.seed),
+            progress=lambda done, total: progress("simulation", done, total, float("nan")),
+        )
+    section = frontier_section(found)
+    say(tables([section], width=100))
+    values = {
+        "schema": 1,
+        "calibrated": job.calibrated,
+        "settings": {**asdict(config), "seed": job.config.seed},
+        "profile": {"hardware": dict(costs.hardware), "layout": costs.layout, "dtype": costs.dtype},
+        "simulations": [one.to_dict() for one in found],
+        "provenance": job.provenance(),
+    }
+    out = job.place.out
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        draw_frontier(found).savefig(out / "simulation.png", dpi=150)
+        page = f"{markdown(section)}\n![Tokens per second of all and of each, and drafts verified](simulation.png)\n"
+        (out / "simulation.md").write_text(page, encoding="utf-8")
+        write_json(plain(values), out / "simulation.json")
+    say(f"Written: {out / 'simulation.md'}")
+    return found
+
+
+def _built(name: str, node: Mapping[str, Any]) -> Any:
+    return build_config(node, key=f"task.schedules.{name}")[1]
+
+
+STUDIES: dict[str, tuple[type, Callable[[Job, Any], Any]]] = {
+    "calibrate": (CalibrateConfig, calibrate),
+    "profile": (ProfileTask, profile),
+    "sweep": (SweepTask, sweep_thresholds),
+    "simulate": (SimulateTask, simulate_schedules),
+}
+
+
+def run_study(job: Job, node: Mapping[str, Any]) -> None:
+    """What `node`, one of conf/task, asks for. Of several ranks all decode, where something is decoded; else the first
+    one works alone. Raises ConfigError for a setting that is unknown or wrong."""
+    kind, work = STUDIES[node["name"]]
+    config = typed(kind, node, key="task")
+    if node["name"] == "calibrate" or job.is_first:
+        work(job, config)
