@@ -2,7 +2,7 @@
 # and writes report.json, report.md and pictures. `compare=[a,b,ngram]` measures several side by side, `task=show`
 # prints what one does.
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -64,11 +64,18 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plain:
+    """A task without settings of its own."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """Everything that is there before the first prompt is decoded."""
 
     choice: Choice
-    node: Mapping[str, Any]
+    settings: Any
     config: "MeasureConfig"
     entries: "Sequence[Entry]"
     weights: str
@@ -88,7 +95,8 @@ def evaluate(cfg: DictConfig) -> None:
         task = read_task(cfg, ranks)
         if ranks.is_first:
             ranks.barrier()
-        TASKS[task.node["name"]](task, ranks)
+        work = {"measure": measure, "show": show}.get(task.settings.name, study)
+        work(task, ranks)
     if ranks.size > 1:
         leave()
 
@@ -106,8 +114,8 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
     config = typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="")
     wanted = typed(PromptConfig, {name: plain[name] for name in PROMPTS}, key="")
-    check_task(plain["task"]["name"], choice)
-    if plain["task"]["name"] == "show" and wanted.num_prompts is None:
+    settings = task_settings(plain["task"], choice)
+    if settings.name == "show" and wanted.num_prompts is None:
         wanted = replace(wanted, num_prompts=1)
     _, source = build_config(cfg.source, key="source")
     entries = find_entries(choice.names, plain["baselines"], key="run" if choice.compare is None else "compare")
@@ -126,7 +134,7 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
         dialogues, facts = find_dialogues(source, encoder, wanted, entries, room=room)
     return Task(
         choice=choice,
-        node=plain["task"],
+        settings=settings,
         config=config,
         entries=entries,
         weights=node["weights"],
@@ -202,24 +210,25 @@ def study(task: Task, ranks: "Ranks") -> None:
         profile=task.choice.profile,
         calibrated=task.choice.calibrated,
     )
-    run_study(job, task.node)
+    run_study(job, task.settings)
 
 
-TASKS: dict[str, Callable[[Task, "Ranks"], None]] = {
-    "measure": measure,
-    "show": show,
-    **dict.fromkeys(("calibrate", "profile", "sweep", "simulate"), study),
-}
-
-
-def check_task(name: str, choice: Choice) -> None:
-    """Raises ConfigError for settings that the task of this name has no use for."""
+def task_settings(node: Mapping[str, Any], choice: Choice) -> Any:
+    """What one of conf/task says, typed. Raises ConfigError for a setting that is unknown or wrong, and for settings
+    that the task has no use for."""
+    from drafters.config import typed
     from drafters.errors import ConfigError
 
+    name, kind = node["name"], Plain
+    if name not in ("measure", "show"):
+        from drafters.scheduling.studies import STUDIES
+
+        kind = STUDIES[name][0]
     if name != "measure" and choice.run is None:
         raise ConfigError(f"compare: task={name} is about one drafter; give run= instead")
     if name != "show" and choice.text is not None:
         raise ConfigError(f"text: a prompt of your own is for task=show; task={name} needs a source of prompts")
+    return typed(kind, node, key="task")
 
 
 def encoder_of(entries: "Sequence[Entry]", target: "FrozenTarget", *, thinking: bool | None) -> "ChatEncoder":
@@ -310,10 +319,10 @@ def place_of(task: Task) -> Path:
     # Weights tell trainings of one run folder apart, settings the baselines.
     drafters = [[name, one.provenance] for name, one in task.contestants.items()]
     more = [task.target.spec.weights_hash, drafters]
-    folder = "evaluate" if task.node["name"] == "measure" else task.node["name"]
+    folder = "evaluate" if task.settings.name == "measure" else task.settings.name
     if folder == "profile" and first.run is not None:
         return first.run.folder / folder  # of this machine: the newest counts
-    more += [task.node, [repr(one.policy) for one in task.contestants.values()]]
+    more += [asdict(task.settings), [repr(one.policy) for one in task.contestants.values()]]
     name = folder_name(task.dialogues, task.config, more)
     if choice.compare is None and first.run is not None:
         return first.run.folder / folder / name

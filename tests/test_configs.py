@@ -19,13 +19,18 @@ from drafters.decoding.measure import MeasureConfig
 from drafters.door import TARGET_KEYS
 from drafters.errors import ConfigError
 from drafters.losses import TERMS, LossWeights
-from evaluate import MEASURE
+from drafters.scheduling.schedulers import Scheduler
+from evaluate import MEASURE, Choice, task_settings
 from train import read_plan
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DOORS = sorted(path.stem for path in CONF.glob("*.yaml"))
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+# Groups of evaluate.py alone.
+EVALUATED = ("schedule", "task")
+OPTIONS = [
+    (group, path.stem) for group in GROUPS if group not in EVALUATED for path in sorted((CONF / group).glob("*.yaml"))
+]
 # What has no default on purpose, and a value for it.
 NEEDED = {
     ("door", "evaluate"): ["run=outputs/x"],
@@ -46,7 +51,7 @@ def composed(door, *overrides):
 def test_the_groups_are_the_ones_tested_here():
     assert set(GROUPS) == {
         *("cache", "callbacks", "data", "drafter", "experiment", "logger", "loss", "optim", "report", "source"),
-        *("target", "trainer"),
+        *("target", "trainer", *EVALUATED),
     }
     assert DOORS == ["capture", "evaluate", "regenerate", "show", "train"]
 
@@ -80,6 +85,22 @@ def test_every_option_composes_and_binds(group, option):
         assert plan.cache.layer_ids == tuple(node.layer_ids)
     for key, inner in targets(cfg):
         bind(inner, key=key)
+
+
+@pytest.mark.parametrize("task", sorted(path.stem for path in (CONF / "task").glob("*.yaml")))
+def test_every_task_composes_and_binds(task):
+    node = to_plain(composed("evaluate", f"task={task}"))["task"]
+    assert node["name"] == task
+    config = task_settings(node, Choice(run="outputs/x"))
+    for name, scheduler in (node.get("schedules") or {}).items():
+        assert isinstance(build_config(scheduler, key=name)[1], Scheduler)
+    assert set(config.__dataclass_fields__) == set(node), "a setting that the YAML does not show"
+
+
+@pytest.mark.parametrize("schedule", sorted(path.stem for path in (CONF / "schedule").glob("*.yaml")))
+def test_every_schedule_composes_and_binds(schedule):
+    node = to_plain(composed("evaluate", f"schedule={schedule}"))["schedule"]
+    assert isinstance(build_config(node, key="schedule")[1], Scheduler)
 
 
 # Weights that the comments of conf/loss/*.yaml and ALGORITHMS name; those not named are 0.

@@ -40,7 +40,7 @@ def test_a_fit_is_stored_with_the_drafter_and_judged_by_other_prompts(world, stu
     assert len(calibration.temperatures) == 3
     out = only("calibrate/*", studied)
     assert {path.name for path in out.iterdir()} == {
-        *("observations.safetensors", "reliability.json", "reliability.md", "reliability.png")
+        *("observations.safetensors", "observations.json", "reliability.json", "reliability.md", "reliability.png")
     }
     found = json.loads((out / "reliability.json").read_text())
     observations = Observations.load(out / "observations.safetensors")
@@ -142,10 +142,21 @@ def test_a_calibration_of_other_weights_is_refused_and_of_another_sampling_warne
     shutil.copy(studied / "drafter" / "calibration.json", other / "drafter")
     with pytest.raises(CheckpointError, match="fitted for a drafter with weights"):
         evaluated(f"run={other}", "schedule=threshold", *on(world))
+    warm = ("temperature=1", *on(world), f"out={world}/warm")
     with pytest.warns(UserWarning, match="fitted at temperature=0, used at temperature=1"):
-        evaluated(
-            f"run={studied}", "task=sweep", "task.thresholds=[0.5]", "temperature=1", *on(world), f"out={world}/warm"
-        )
+        evaluated(f"run={studied}", "schedule=threshold", *warm)
+    with pytest.raises(ConfigError, match=r"recorded with sampling = .*'temperature': 0.0.*this is .*'temperature': 1"):
+        evaluated(f"run={studied}", "task=sweep", "task.thresholds=[0.5]", "calibrated=false", *warm)
+
+
+def test_what_was_recorded_is_judged_again_without_decoding(world, studied, monkeypatch):
+    monkeypatch.setattr("drafters.decoding.runner.decode", None)
+    path = only("calibrate/*", studied) / "observations.safetensors"
+    before = (studied / "drafter" / "calibration.json").read_bytes()
+    own = (f"task.observations={path}", *on(world), f"out={world}/again")
+    evaluated(f"run={studied}", "task=calibrate", "task.fit=false", *own)
+    assert json.loads((world / "again" / "reliability.json").read_text())["method"] == "affine"
+    assert (studied / "drafter" / "calibration.json").read_bytes() == before
 
 
 def test_a_stopped_calibration_goes_on(world, monkeypatch):

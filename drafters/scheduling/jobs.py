@@ -13,9 +13,10 @@ from drafters.decoding.dialogue import Dialogue
 from drafters.decoding.loop import DecodeConfig
 from drafters.decoding.measure import Contestant, MeasureConfig, check_settings
 from drafters.decoding.records import Round
-from drafters.decoding.report import write_json
+from drafters.decoding.report import read_json, write_json
 from drafters.decoding.runner import Runner
 from drafters.door import Place, command_facts, decoding_into, phase_bars, say
+from drafters.errors import ConfigError
 from drafters.scheduling.calibration import METHODS, Calibration, fit
 from drafters.scheduling.check import check_confidence
 from drafters.scheduling.observations import Observations
@@ -64,6 +65,11 @@ class Job:
         """By `profile`."""
         return find_costs(self.profile, self.folder)
 
+    def circumstances(self) -> dict[str, Any]:
+        """What rounds are recorded under."""
+        hashes = {"drafter_sha256": self.drafter_sha256, "target_hash": self.target.spec.weights_hash}
+        return {"schema": 1, **hashes, "sampling": asdict(self.config.sampling)}
+
     def provenance(self) -> dict[str, Any]:
         """What the files say of where they come from."""
         return {**command_facts(self.target), **self.place.facts, "drafter": dict(self.contestant.provenance)}
@@ -71,11 +77,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """`method`: of `calibration.fit`. `fit` False judges the stored calibration and changes nothing."""
+    """`method`: of `calibration.fit`. `fit` False judges the stored calibration and changes nothing. `observations`:
+    what an earlier task=calibrate recorded, in place of decoding."""
 
     name: str = "calibrate"
     method: str = "temperature"
     fit: bool = True
+    observations: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -97,6 +105,7 @@ class ProfileTask:
 def writing(folder: Path) -> Iterator[None]:
     """Raises CheckpointError for what the disk does not take."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         raise write_error(folder, error) from error
@@ -127,7 +136,32 @@ def observe(job: Job) -> Observations:
             rounds.setdefault(item.dialogue, []).extend(row.rounds)
         observations = Observations.of_rounds(rounds.values(), drafter.block_size)
         if execution.ranks.is_first:
-            observations.save(job.place.out / OBSERVATIONS)
+            path = observations.save(job.place.out / OBSERVATIONS)
+            with writing(path.parent):
+                write_json(job.circumstances(), path.with_suffix(".json"))
+    return observations
+
+
+def recorded(job: Job, path: str | None) -> Observations:
+    """The observations of `path`, or the newest of the run. Raises ConfigError when there are none, or they are of
+    another drafter, target or sampling."""
+    if path is not None:
+        chosen = Path(path).expanduser()
+    else:
+        run = None if job.folder is None else job.folder.parent
+        found = [] if run is None else sorted(run.glob(f"calibrate/*/{OBSERVATIONS}"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise ConfigError("task.observations: got null, and the run has none; run task=calibrate, or give a file")
+        chosen = found[-1]
+    say(f"Rounds: {chosen}")
+    observations = Observations.load(chosen)
+    told = read_json(dict, chosen.with_suffix(".json"))
+    for name, wanted in job.circumstances().items():
+        if told.get(name) != wanted:
+            raise ConfigError(
+                f"task.observations: {chosen} was recorded with {name} = {told.get(name)}, this is {wanted}; accepted: "
+                "rounds of the same drafter and target, at the same sampling; task=calibrate records them"
+            )
     return observations
 
 
@@ -147,7 +181,7 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
 
     hashes = {"drafter_sha256": job.drafter_sha256, "target_hash": job.target.spec.weights_hash}
     stored = None if config.fit else job.calibration()
-    observations = observe(job)
+    observations = observe(job) if config.observations is None else recorded(job, config.observations)
     if not job.is_first:
         return {}
     if stored is None:
@@ -205,7 +239,6 @@ def profile(job: Job, config: ProfileTask) -> CostProfile:
         )
     out = job.place.out
     with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
         found.save(out / PROFILE)
         draw_profile(found).savefig(out / "profile.png", dpi=150)
     say(f"Written: {out / PROFILE}")

@@ -3,16 +3,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from drafters.config import build_config, typed
+from drafters.config import build_config
 from drafters.decoding.render import markdown, tables
 from drafters.decoding.report import plain, write_json
 from drafters.door import phase_bars, say
-from drafters.errors import ConfigError
-from drafters.scheduling.jobs import OBSERVATIONS, CalibrateConfig, Job, ProfileTask, calibrate, profile, writing
-from drafters.scheduling.observations import Observations
+from drafters.scheduling.jobs import CalibrateConfig, Job, ProfileTask, calibrate, profile, recorded, writing
 from drafters.scheduling.pictures import draw_frontier
 from drafters.scheduling.policy import profile_of
 from drafters.scheduling.simulate import Replay, SimulateConfig, Simulation, frontier, frontier_section
@@ -55,27 +52,6 @@ class SimulateTask:
         return SimulateConfig(**{name: getattr(self, name) for name in names}, seed=seed)
 
 
-def recorded(job: Job, path: str | None) -> Observations:
-    """The observations of `path`, or the newest of the run. Raises ConfigError when there are none, or they are of
-    another drafter's block size."""
-    if path is not None:
-        chosen = Path(path).expanduser()
-    else:
-        run = None if job.folder is None else job.folder.parent
-        found = [] if run is None else sorted(run.glob(f"calibrate/*/{OBSERVATIONS}"), key=lambda p: p.stat().st_mtime)
-        if not found:
-            raise ConfigError("task.observations: got null, and the run has none; run task=calibrate, or give a file")
-        chosen = found[-1]
-    say(f"Rounds: {chosen}")
-    observations = Observations.load(chosen)
-    if observations.num_slots != job.contestant.drafter.block_size:
-        raise ConfigError(
-            f"task.observations: {chosen} has {observations.num_slots} drafts a round, the drafter makes "
-            f"{job.contestant.drafter.block_size}; accepted: what task=calibrate recorded of this drafter"
-        )
-    return observations
-
-
 def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
     """What each threshold gives, in tokens per second too where there is a profile. Writes sweep.json, sweep.md and
     sweep.png into the folder of the place."""
@@ -97,7 +73,6 @@ def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
     }
     out = job.place.out
     with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
         draw_sweep(rows).savefig(out / "sweep.png", dpi=150)
         page = f"{markdown(section)}\n![Drafts accepted and rejected by threshold](sweep.png)\n"
         (out / "sweep.md").write_text(page, encoding="utf-8")
@@ -133,7 +108,6 @@ def simulate_schedules(job: Job, config: SimulateTask) -> list[Simulation]:
     }
     out = job.place.out
     with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
         draw_frontier(found).savefig(out / "simulation.png", dpi=150)
         page = f"{markdown(section)}\n![Tokens per second of all and of each, and drafts verified](simulation.png)\n"
         (out / "simulation.md").write_text(page, encoding="utf-8")
@@ -154,10 +128,8 @@ STUDIES: dict[str, tuple[type, Callable[[Job, Any], Any]]] = {
 }
 
 
-def run_study(job: Job, node: Mapping[str, Any]) -> None:
-    """What `node`, one of conf/task, asks for. Of several ranks all decode, where something is decoded; else the first
-    one works alone. Raises ConfigError for a setting that is unknown or wrong."""
-    kind, work = STUDIES[node["name"]]
-    config = typed(kind, node, key="task")
-    if node["name"] == "calibrate" or job.is_first:
-        work(job, config)
+def run_study(job: Job, config: Any) -> None:
+    """Do what the settings of a task, of one of the classes in STUDIES, ask for. Of several ranks all decode, where
+    something is decoded; else the first one works alone."""
+    if config.name == "calibrate" or job.is_first:
+        STUDIES[config.name][1](job, config)
