@@ -6,7 +6,8 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "replace_path",
     "save_drafter",
     "write_error",
+    "write_whole",
 ]
 
 SCHEMA = 1
@@ -169,6 +171,22 @@ def replace_path(temp: Path, final: Path) -> None:
         temp.replace(final)
         shutil.rmtree(_beside(final, "old"), ignore_errors=True)
     flush(final.parent)
+
+
+def write_whole(path: Path, write: Callable[[Path], Any], *, make_folder: bool = True) -> Path:
+    """A file that appears whole or not at all: `write` fills one beside it, which then takes its place. Raises
+    CheckpointError when the disk does not take it; what was there before stays."""
+    temp = _beside(path, "tmp")
+    try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write(temp)
+        replace_path(temp, path)
+    except OSError as error:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
+        raise write_error(path, error) from error
+    return path
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:

@@ -31,6 +31,7 @@ TRUNK_IMPORTS = {
     "door.py": {"rich"},
     "heads/mtp_block.py": {"transformers"},
     "scheduling/calibration.py": {"scipy"},
+    "scheduling/jobs.py": {"matplotlib"},
     "scheduling/observations.py": {"safetensors"},
     "scheduling/pictures.py": {"matplotlib"},
     "scheduling/profile.py": {"scipy"},

@@ -60,6 +60,11 @@ class MeasureConfig:
     profile_rounds: int = 24
     num_speed_prompts: int | None = None
 
+    def decoding(self, **changes: Any) -> DecodeConfig:
+        """How all of it decodes, with these changes."""
+        names = ("max_new_tokens", "sampling", "seed", "stop_ids", "batch_size")
+        return DecodeConfig(**{name: getattr(self, name) for name in names} | changes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
@@ -95,14 +100,7 @@ def measure(
     for contestant in contestants.values():
         if contestant.policy is not None:
             check_confidence(target, contestant.drafter, dialogues[0].encode(()))
-    decode_config = DecodeConfig(
-        max_new_tokens=config.max_new_tokens,
-        sampling=config.sampling,
-        seed=config.seed,
-        stop_ids=config.stop_ids,
-        batch_size=config.batch_size,
-    )
-    runner = Runner(target, drafters, decode_config, execution)
+    runner = Runner(target, drafters, config.decoding(), execution)
     policies = {name: one.policy for name, one in contestants.items() if one.policy is not None}
     stages = _Stages(runner, drafters, dialogues, config, policies=policies)
     found = stages.run()

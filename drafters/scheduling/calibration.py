@@ -5,7 +5,6 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.checkpoint import replace_path, write_error
+from drafters.checkpoint import write_whole
 from drafters.errors import CheckpointError, ConfigError
 from drafters.scheduling.observations import Observations
 from drafters.types import Sampling
@@ -106,16 +105,8 @@ class Calibration:
     def save(self, folder: Path) -> Path:
         """Write calibration.json into the `drafter` folder, replacing it atomically. Raises CheckpointError when it
         cannot be written."""
-        path = folder / FILE
-        temp = folder / f"{FILE}.tmp"
-        try:
-            temp.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n")
-            replace_path(temp, path)
-        except OSError as error:
-            with suppress(OSError):
-                temp.unlink()
-            raise write_error(path, error) from error
-        return path
+        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        return write_whole(folder / FILE, lambda path: path.write_text(text), make_folder=False)
 
     @classmethod
     def load(cls, folder: Path) -> "Calibration":

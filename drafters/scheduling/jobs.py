@@ -2,7 +2,7 @@
 # folder. What was decoded is kept beside what it says, so that it can be judged, swept and simulated again without
 # decoding.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from drafters.checkpoint import write_error
 from drafters.decoding.dialogue import Dialogue
-from drafters.decoding.loop import DecodeConfig
 from drafters.decoding.measure import Contestant, MeasureConfig, check_settings
 from drafters.decoding.records import Round
-from drafters.decoding.report import read_json, write_json
+from drafters.decoding.report import plain, read_json, write_json
 from drafters.decoding.runner import Runner
 from drafters.door import Place, command_facts, decoding_into, phase_bars, say
 from drafters.errors import ConfigError
@@ -25,6 +24,8 @@ from drafters.scheduling.profile import CostProfile
 from drafters.scheduling.profiler import ProfileConfig, measure_profile
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from drafters.target import FrozenTarget
 
 __all__ = ["CalibrateConfig", "Job", "ProfileTask", "calibrate", "profile"]
@@ -101,6 +102,15 @@ class ProfileTask:
     warmup: int = 2
 
 
+def write_study(folder: Path, name: str, found: Mapping[str, Any], page: str, figure: "Figure") -> None:
+    """A study's name.png, name.md (the page with the picture) and, last, name.json, in `folder`."""
+    with writing(folder):
+        figure.savefig(folder / f"{name}.png", dpi=150)
+        (folder / f"{name}.md").write_text(f"{page}\n![{name}]({name}.png)\n", encoding="utf-8")
+        write_json(plain(found), folder / f"{name}.json")
+    say(f"Written: {folder / name}.md")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Raises CheckpointError for what the disk does not take."""
@@ -116,14 +126,7 @@ def observe(job: Job) -> Observations:
     drafter, config = job.contestant.drafter, job.config
     check_settings(drafter, job.dialogues, replace(config, length="auto"))
     check_confidence(job.target, drafter, job.dialogues[0].encode(()))
-    decoding = DecodeConfig(
-        max_new_tokens=config.max_new_tokens,
-        sampling=config.sampling,
-        seed=config.seed,
-        stop_ids=config.stop_ids,
-        batch_size=config.batch_size,
-        record_confidence=True,
-    )
+    decoding = config.decoding(record_confidence=True)
     what = ["observe", [one.key for one in job.dialogues], asdict(config)]
     with decoding_into(job.place, job.target, {job.name: job.contestant}, what) as execution:
         with phase_bars(execution.ranks.is_first) as progress:
@@ -207,17 +210,10 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
         "provenance": job.provenance(),
     }
     say(reliability_tables(found))
-    out = job.place.out
-    title = "# Confidence against what stood\n"
-    picture = "![Reliability diagrams](reliability.png)\n"
-    with writing(out):
-        if config.fit and job.folder is not None:
-            say(f"Written: {calibration.save(job.folder)}")
-        draw_reliability(observations, judged_NG).savefig(out / "reliability.png", dpi=150)
-        page = "\n".join([title, reliability_to_markdown(found), picture])
-        (out / "reliability.md").write_text(page, encoding="utf-8")
-        write_json(found, out / "reliability.json")
-    say(f"Written: {out / 'reliability.md'}")
+    if config.fit and job.folder is not None:
+        say(f"Written: {calibration.save(job.folder)}")
+    page = f"# Confidence against what stood\n\n{reliability_to_markdown(found)}"
+    write_study(job.place.out, "reliability", found, page, draw_reliability(observations, judged_NG))
     return found
 
 

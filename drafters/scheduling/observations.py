@@ -2,7 +2,6 @@
 # A small table that can be stored, so that a drafter is decoded once and calibrated, judged and simulated many times.
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafters.checkpoint import replace_path, write_error
+from drafters.checkpoint import write_whole
 from drafters.decoding.metrics import full_rounds
 from drafters.decoding.records import Round
 from drafters.errors import DataError
@@ -105,16 +104,7 @@ class Observations:
 
     def save(self, path: Path) -> Path:
         """Write a safetensors file, replacing it atomically. Raises CheckpointError when it cannot be written."""
-        temp = path.with_name(f"{path.name}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_tensors({"schema": torch.tensor(SCHEMA), **vars(self)}, temp)
-            replace_path(temp, path)
-        except OSError as error:
-            with suppress(OSError):
-                temp.unlink()
-            raise write_error(path, error) from error
-        return path
+        return write_whole(path, lambda temp: save_tensors({"schema": torch.tensor(SCHEMA), **vars(self)}, temp))
 
     @classmethod
     def load(cls, path: Path) -> "Observations":

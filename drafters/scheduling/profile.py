@@ -5,7 +5,6 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +13,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from drafters.checkpoint import replace_path, write_error
+from drafters.checkpoint import write_whole
 from drafters.errors import ConfigError
 from drafters.scheduling.surface import Surface
 
@@ -147,15 +146,8 @@ class CostProfile:
 
     def save(self, path: Path) -> None:
         """Write a JSON file, whole or not at all. Raises CheckpointError when the disk does not take it."""
-        unfinished = path.with_name(path.name + ".tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            replace_path(unfinished, path)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise write_error(path, error) from error
+        text = json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+        write_whole(path, lambda temp: temp.write_text(text, encoding="utf-8"))
 
     @classmethod
     def load(cls, path: Path) -> "CostProfile":

@@ -7,9 +7,8 @@ from typing import Any
 
 from drafters.config import build_config
 from drafters.decoding.render import markdown, tables
-from drafters.decoding.report import plain, write_json
 from drafters.door import phase_bars, say
-from drafters.scheduling.jobs import CalibrateConfig, Job, ProfileTask, calibrate, profile, recorded, writing
+from drafters.scheduling.jobs import CalibrateConfig, Job, ProfileTask, calibrate, profile, recorded, write_study
 from drafters.scheduling.pictures import draw_frontier
 from drafters.scheduling.policy import profile_of
 from drafters.scheduling.simulate import Replay, SimulateConfig, Simulation, frontier, frontier_section
@@ -71,13 +70,7 @@ def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
         "thresholds": [asdict(row) for row in rows],
         "provenance": job.provenance(),
     }
-    out = job.place.out
-    with writing(out):
-        draw_sweep(rows).savefig(out / "sweep.png", dpi=150)
-        page = f"{markdown(section)}\n![Drafts accepted and rejected by threshold](sweep.png)\n"
-        (out / "sweep.md").write_text(page, encoding="utf-8")
-        write_json(plain(found), out / "sweep.json")
-    say(f"Written: {out / 'sweep.md'}")
+    write_study(job.place.out, "sweep", found, markdown(section), draw_sweep(rows))
     return found
 
 
@@ -106,13 +99,7 @@ def simulate_schedules(job: Job, config: SimulateTask) -> list[Simulation]:
         "simulations": [one.to_dict() for one in found],
         "provenance": job.provenance(),
     }
-    out = job.place.out
-    with writing(out):
-        draw_frontier(found).savefig(out / "simulation.png", dpi=150)
-        page = f"{markdown(section)}\n![Tokens per second of all and of each, and drafts verified](simulation.png)\n"
-        (out / "simulation.md").write_text(page, encoding="utf-8")
-        write_json(plain(values), out / "simulation.json")
-    say(f"Written: {out / 'simulation.md'}")
+    write_study(job.place.out, "simulation", values, markdown(section), draw_frontier(found))
     return found
 
 
