@@ -82,7 +82,7 @@ class CalibrateConfig:
     what an earlier task=calibrate recorded, in place of decoding."""
 
     name: str = "calibrate"
-    method: str = "temperature"
+    method: str = "affine"
     fit: bool = True
     observations: str | None = None
 
