@@ -125,7 +125,7 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     asked = {name: getattr(choice, name) for name in SAMPLING}
     config = replace(config, sampling=effective_sampling(target.model.generation_config, asked))
     if plain.get("schedule") is not None:
-        contestants = scheduled(plain["schedule"], choice, entries, contestants, (target, config.sampling))
+        contestants = scheduled(plain["schedule"], choice, entries, contestants, target, config.sampling)
     encoder = encoder_of(entries, target, thinking=choice.thinking)
     room = target.spec.max_position - config.max_new_tokens
     if choice.text is not None:
@@ -292,7 +292,8 @@ def scheduled(
     choice: Choice,
     entries: "Sequence[Entry]",
     contestants: "Mapping[str, Contestant]",
-    at: "tuple[FrozenTarget, Sampling]",
+    target: "FrozenTarget",
+    sampling: "Sampling",
 ) -> "dict[str, Contestant]":
     """The contestants, each with the schedule of `node`, its own calibration and the profile of this machine."""
     from drafters.config import build_config
@@ -305,7 +306,7 @@ def scheduled(
         policy = make_policy(
             scheduler,
             costs=partial(find_costs, choice.profile, folder),
-            calibration=partial(find_calibration, folder, one, *at) if choice.calibrated else None,
+            calibration=partial(find_calibration, folder, one, target, sampling) if choice.calibrated else None,
         )
         found[name] = replace(one, policy=policy)
     return found

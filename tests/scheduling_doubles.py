@@ -31,6 +31,9 @@ class TableCosts:
             return len(lengths_R) * (1 + max(lengths_R.tolist(), default=0))
         return len(lengths_R) + int(lengths_R.sum())
 
+    def round_s(self, lengths_R, drafted):
+        return naive_round_s(self, len(lengths_R), self.tokens_of(lengths_R), drafted, whole_round=True)
+
     def draft_s(self, rows, length):
         return rows * (self.read_s + length * self.per_draft_s)
 

@@ -42,8 +42,7 @@ def check_confidence(target: "FrozenTarget", drafter: Drafter, prompt: Tensor) -
         for _ in range(TRIES):
             other_1S = torch.cat([uniforms_1S[:, :slot], torch.rand(1, size - slot, generator=generator)], 1)
             again = session.propose(size, Draws(SAMPLING, other_1S.to(target.device)))
-            assert again.confidence_BS is not None
-            seen, kept = again.confidence_BS[0, : slot + 1], first.confidence_BS[0, : slot + 1]
+            seen, kept = again.stated_confidence()[0, : slot + 1], first.confidence_BS[0, : slot + 1]
             if not torch.allclose(seen, kept, rtol=1e-3, atol=1e-5):
                 raise ConfigError(
                     f"schedule: the confidence of {type(drafter).__name__} in draft {slot + 1} changes with that draft "

@@ -85,8 +85,7 @@ class _GatedSchedule(Schedule):
         if outcome.drafted == 0:
             change = self._config.probe_share * num_rows
         else:
-            seconds = self._costs.step_s(num_rows, float(self._costs.tokens_of(outcome.proposed_R)))
-            seconds += self._costs.draft_s(num_rows, outcome.drafted) + self._costs.overhead_s(num_rows)
+            seconds = self._costs.round_s(outcome.proposed_R, outcome.drafted)
             change = num_rows + int(outcome.accepted_R.sum()) - self._plain_rate(num_rows) * seconds
         balance = self._balance(num_rows) + change
         if balance < 0:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from drafters.target import FrozenTarget
 
-__all__ = ["CalibrateConfig", "Job", "ProfileTask", "calibrate", "profile"]
+__all__ = ["CalibrateConfig", "Job", "ProfileTask", "calibrate", "profile", "recorded", "write_study"]
 
 OBSERVATIONS, PROFILE = "observations.safetensors", "profile.json"
 
@@ -49,11 +49,6 @@ class Job:
     calibrated: bool = True
 
     @property
-    def drafter_sha256(self) -> str:
-        """The hash of the drafter's weights; of a baseline, its name."""
-        return str(self.contestant.provenance.get("sha256", self.name))
-
-    @property
     def is_first(self) -> bool:
         """Whether this process writes; of several, one does."""
         return self.place.ranks is None or self.place.ranks.is_first
@@ -66,10 +61,15 @@ class Job:
         """By `profile`."""
         return find_costs(self.profile, self.folder)
 
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Whose confidence it is: of the drafter's weights (of a baseline, its name) and of the target's."""
+        drafter_sha256 = str(self.contestant.provenance.get("sha256", self.name))
+        return {"drafter_sha256": drafter_sha256, "target_hash": self.target.spec.weights_hash}
+
     def circumstances(self) -> dict[str, Any]:
         """What rounds are recorded under."""
-        hashes = {"drafter_sha256": self.drafter_sha256, "target_hash": self.target.spec.weights_hash}
-        return {"schema": 1, **hashes, "sampling": asdict(self.config.sampling)}
+        return {"schema": 1, **self.hashes, "sampling": asdict(self.config.sampling)}
 
     def provenance(self) -> dict[str, Any]:
         """What the files say of where they come from."""
@@ -182,7 +182,6 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
         reliability_to_markdown,
     )
 
-    hashes = {"drafter_sha256": job.drafter_sha256, "target_hash": job.target.spec.weights_hash}
     stored = None if config.fit else job.calibration()
     observations = observe(job) if config.observations is None else recorded(job, config.observations)
     if not job.is_first:
@@ -195,7 +194,7 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
             biases=biases,
             method=config.method,
             sampling=job.config.sampling,
-            **hashes,
+            **job.hashes,
             provenance={**job.provenance(), "rounds": observations.num_rounds},
         )
     else:
@@ -226,13 +225,7 @@ def profile(job: Job, config: ProfileTask) -> CostProfile:
     settings = ProfileConfig(**wanted, sampling=job.config.sampling, seed=job.config.seed)
     prompts = [dialogue.encode(()) for dialogue in job.dialogues]
     with phase_bars(True) as progress:
-        found = measure_profile(
-            job.target,
-            job.contestant.drafter,
-            prompts,
-            settings,
-            progress=progress,
-        )
+        found = measure_profile(job.target, job.contestant.drafter, prompts, settings, progress=progress)
     out = job.place.out
     with writing(out):
         found.save(out / PROFILE)
