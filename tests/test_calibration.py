@@ -43,6 +43,7 @@ def drawn(temperatures, biases, *, seed, num_rounds=20000, num_prompts=50, short
         accepted_N=(stands_NG & counted_NG).long().cumprod(1).sum(1),
         proposed_N=proposed_N,
         prompt_N=torch.arange(num_rounds) * num_prompts // num_rounds,
+        context_N=torch.arange(num_rounds),
     )
 
 
@@ -213,6 +214,7 @@ def few(confidences, accepted, proposed=None):
         accepted_N=torch.tensor(accepted),
         proposed_N=torch.full((num_rounds,), num_slots) if proposed is None else torch.tensor(proposed),
         prompt_N=torch.arange(num_rounds),
+        context_N=torch.arange(num_rounds),
     )
 
 

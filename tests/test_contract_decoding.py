@@ -121,6 +121,22 @@ def test_greedy_text_is_the_targets_own(world, name):
 
 
 @every
+def test_what_is_read_late_is_read_the_same(world, name, monkeypatch):
+    """Rounds without drafts are read together, before the next that drafts; rows come and go between them."""
+    drafter = shaken(world.drafter(name))
+    config = DecodeConfig(
+        max_new_tokens=NUM_TOKENS, length=(0, 0, drafter.block_size, 0, 0, 0, 1), stop_ids=(), batch_size=2
+    )
+    seen = []
+    for most in (1, 2, 64):
+        monkeypatch.setattr("drafters.decoding.batch.MAX_UNREAD", most)
+        seen.append([])
+        decode(world.target, drafter, prompts(world), config, on_round=lambda *drafts: seen[-1].append(drafts))
+    assert any(r.proposed for _, r, _, _ in seen[0])
+    assert seen[0] == seen[1] == seen[2]
+
+
+@every
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "sampled"])
 def test_a_row_is_the_same_in_any_batch(world, name, sampling):
     drafter, _ = taught(name)

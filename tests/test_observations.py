@@ -44,6 +44,7 @@ def test_full_rounds_become_rows_in_order():
     assert seen.accepted_N.tolist() == [2, 3, 0, 1]
     assert seen.proposed_N.tolist() == [3, 3, 0, 2]
     assert seen.prompt_N.tolist() == [0, 0, 2, 2]
+    assert seen.context_N.tolist() == [10] * 4
     nan = math.nan
     expected = [[0.9, 0.5, 0.25], [0.9, 0.5, 0.25], [nan] * 3, [0.75, 0.125, nan]]
     torch.testing.assert_close(seen.confidence_NG, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
@@ -104,7 +105,7 @@ def without_prompts(path):
     [
         (lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be read"),
         (lambda path: path.unlink(), "cannot be read"),
-        (damaged("schema", lambda t: t + 1), "schema is 2; this version reads 1"),
+        (damaged("schema", lambda t: t + 1), "schema is 3; this version reads 2"),
         (without_prompts, "accepted: .*prompt_N"),
         (damaged("accepted_N", lambda t: t + 4), "0 <= accepted <= proposed <= 3"),
         (damaged("accepted_N", lambda t: t[1:].clone()), "another tensor has not"),

@@ -12,8 +12,10 @@ from drafters.errors import ConfigError
 from drafters.scheduling.calibration import Calibration
 from drafters.scheduling.check import check_confidence
 from drafters.scheduling.gate import Gated
+from drafters.scheduling.observations import Observations
 from drafters.scheduling.policy import Policy
 from drafters.scheduling.schedulers import Asynchronous, Fixed, Off, Prefix, Schedule, Scheduler, Threshold
+from drafters.scheduling.simulate import Replay
 from drafters.types import Sampling
 from tests.copy_drafter import CopyDrafter, CopySession, sharp_target
 from tests.laws import ALPHA, GAMMA, chi_square_p, law_of, sample_texts, small_pair
@@ -174,3 +176,79 @@ def test_confidences_are_recorded_where_asked():
     config = DecodeConfig(max_new_tokens=12, stop_ids=(), record_confidence=True)
     (row,) = decode(target, CopyDrafter(copy, block_size=GAMMA), prompts[:1], config)
     assert {one for r in row.rounds for one in r.confidences} == {1.0}
+
+
+@pytest.mark.parametrize("advance", [1, 2])
+def test_rounds_from_every_place_keep_the_law(advance):
+    target, copy = pair()
+    drafter = SureDrafter(copy, block_size=GAMMA)
+    counts, _ = sample_texts(target, drafter, sampling=PLAIN, num=3000, batch_size=50, advance=advance)
+    assert chi_square_p(counts, law()) > ALPHA
+
+
+def test_rounds_from_every_place_are_those_that_a_text_begun_there_has():
+    """At temperature 0 the text is one, so a round can be had again by decoding from its place."""
+    target, copy = (sharp_target(vocab_size=64, scale=8, noise=noise) for noise in (0.0, 0.5))
+    drafter = SureDrafter(copy, block_size=GAMMA)
+    prompts = [torch.tensor(ids) for ids in ([3, 9, 4], [7], [5, 5, 1, 2])]
+    config = DecodeConfig(max_new_tokens=24, stop_ids=(), batch_size=2, advance=1)
+    rows = decode(target, drafter, prompts, config)
+    counts = set()
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.tokens == generate(target, prompt, 24)
+        assert [r.context for r in row.rounds] == list(range(len(prompt) + 1, len(prompt) + 24))
+        for place, r in enumerate(row.rounds):
+            begun = torch.cat([prompt, torch.tensor(row.tokens[:place], dtype=torch.int64)])
+            (again,) = decode(target, drafter, [begun], DecodeConfig(max_new_tokens=GAMMA + 2, stop_ids=()))
+            assert r.gained == 1
+            assert r.full == (24 - len(row.tokens[: place + 1]) > GAMMA)
+            if r.full:
+                assert (r.proposed, r.accepted) == again.rounds[0][:2]
+                counts.add(r.accepted)
+    assert counts == set(range(GAMMA + 1))
+
+
+def test_a_round_from_every_place_that_a_stop_token_ends_is_not_full():
+    target, copy = (sharp_target(vocab_size=64, scale=8, noise=noise) for noise in (0.0, 0.0))
+    drafter = SureDrafter(copy, block_size=GAMMA)
+    prompt = torch.tensor([3, 9, 4])
+    text = generate(target, prompt, 12)
+    stop = next(token for place, token in enumerate(text) if place > 4 and token not in text[:place])
+    place = text.index(stop)
+    (row,) = decode(target, drafter, [prompt], DecodeConfig(max_new_tokens=20, stop_ids=(stop,), advance=1))
+    assert row.tokens == text[: place + 1]
+    # A round from token i gains i + 1 to i + 4, of which only the last may be the stop token.
+    assert [r.full for r in row.rounds] == [i + GAMMA + 1 <= place for i in range(place)]
+
+
+def test_what_schedules_do_is_what_rounds_from_every_place_say():
+    """At temperature 0 a text can be replayed exactly: the same rounds, from the same places, whatever is cut."""
+    target, copy = (sharp_target(vocab_size=64, scale=8, noise=noise) for noise in (0.0, 0.5))
+    drafter = SureDrafter(copy, block_size=GAMMA)
+    prompt = torch.tensor([3, 9, 4])
+    config = DecodeConfig(max_new_tokens=60, stop_ids=(), record_confidence=True)
+    for scheduler in (Fixed(), Fixed(length=1), Fixed(length=0), Prefix()):
+        policy = Policy(scheduler=scheduler, costs=costs("padded"))
+        (real,) = decode(target, drafter, [prompt], replace(config, policy=policy))
+        recorded = [row.rounds for row in decode(target, drafter, [prompt], replace(config, advance=1))]
+        replay, schedule = Replay(Observations.of_rounds(recorded, GAMMA)), policy.begin(GAMMA)
+        at, gains = 0, []
+        while at or not gains:
+            drafted = schedule.want(1)
+            length = int(schedule.lengths(replay.survival_NG[at : at + 1, :drafted])[0]) if drafted else 0
+            gains.append(1 + min(length, int(replay.accepted_N[at])))
+            at = int(replay.next_NJ[at, gains[-1] - 1])
+        assert len(gains) > 10
+        assert gains == [r.gained for r in real.rounds][: len(gains)]
+
+
+def test_a_schedule_that_goes_on_remembers_the_runs_before():
+    target, copy = pair()
+    policy = Policy(scheduler=Asynchronous(), costs=costs("padded"))
+    assert policy.begin(GAMMA) is not policy.begin(GAMMA)
+    lasting = policy.going_on(GAMMA)
+    config = DecodeConfig(max_new_tokens=9, stop_ids=(), policy=lasting)
+    decode(target, SureDrafter(copy, block_size=GAMMA), [torch.tensor([3, 0])], config)
+    assert lasting.begin(GAMMA) is lasting.begin(GAMMA)
+    assert len(lasting.begin(GAMMA)._past) == 2
+    assert repr(lasting) == repr(policy)

@@ -56,15 +56,19 @@ def recorded(accepted, *, num_slots=4, confidence=0.7, proposed=None, prompts=No
         accepted_N=accepted_N,
         proposed_N=proposed_N,
         prompt_N=torch.zeros_like(accepted_N) if prompts is None else torch.tensor(prompts),
+        context_N=1 + torch.cat([torch.zeros(1, dtype=torch.int64), (accepted_N + 1).cumsum(0)[:-1]]),
     )
 
 
 def random_rounds(num_prompts=7, num_slots=4, seed=0):
-    """Acceptance follows the confidence; some rounds propose less than the block."""
+    """Acceptance follows the confidence; some rounds propose less than the block. They are some places apart."""
     generator = np.random.default_rng(seed)
-    confidence, accepted, proposed, prompts = [], [], [], []
+    confidence, accepted, proposed, prompts, contexts = [], [], [], [], []
     for prompt in range(num_prompts):
+        place = int(generator.integers(1, 50))
         for _ in range(generator.integers(1, 9)):
+            place += int(generator.integers(1, 4))
+            contexts.append(place)
             row = generator.uniform(0.2, 1.0, size=num_slots)
             count = int(generator.integers(0, num_slots + 1))
             stands = generator.uniform(size=num_slots) < row
@@ -78,6 +82,7 @@ def random_rounds(num_prompts=7, num_slots=4, seed=0):
         accepted_N=torch.tensor(accepted),
         proposed_N=torch.tensor(proposed),
         prompt_N=torch.tensor(prompts),
+        context_N=torch.tensor(contexts),
     )
 
 
@@ -192,7 +197,9 @@ class Twin:
         for n, prompt in enumerate(observations.prompt_N.tolist()):
             proposed = int(observations.proposed_N[n])
             known = [float(a) if k < proposed else 0.0 for k, a in enumerate(survival[n])]
-            self.rounds.setdefault(prompt, []).append((known, proposed, int(observations.accepted_N[n])))
+            place = int(observations.context_N[n])
+            self.rounds.setdefault(prompt, []).append((known, proposed, int(observations.accepted_N[n]), place))
+        self.named = [(prompt, at) for prompt, rounds in sorted(self.rounds.items()) for at in range(len(rounds))]
         self.costs, self.concurrency, self.config = costs, concurrency, config
         self.schedule = scheduler.begin(costs, observations.num_slots)
         self.places, self.now, self.began = [None] * concurrency, 0.0, 0.0
@@ -213,7 +220,8 @@ class Twin:
                     new = requests.take()
                     tokens = int(left[place]) if is_first and config.rate is None else config.tokens_per_request
                     since = self.now if config.rate is None else new.arrived_s
-                    self.places[place] = [new.prompt, new.round, tokens, since, step >= 0 and not is_first]
+                    prompt, at = self.named[new.round]
+                    self.places[place] = [prompt, at, tokens, since, step >= 0 and not is_first]
             self.step(counts=step >= 0)
         return self
 
@@ -223,10 +231,10 @@ class Twin:
         drafted = self.schedule.want(len(rows))
         lengths = [0] * len(rows)
         if drafted:
-            asked = torch.tensor([known[:drafted] for known, _, _ in found], dtype=torch.float64)
+            asked = torch.tensor([known[:drafted] for known, *_ in found], dtype=torch.float64)
             lengths = self.schedule.lengths(asked).tolist()
-            lengths = [min(n, proposed, drafted) for n, (_, proposed, _) in zip(lengths, found, strict=True)]
-        accepted = [min(n, stood) for n, (_, _, stood) in zip(lengths, found, strict=True)]
+            lengths = [min(n, proposed, drafted) for n, (_, proposed, *_) in zip(lengths, found, strict=True)]
+        accepted = [min(n, stood) for n, (_, _, stood, _) in zip(lengths, found, strict=True)]
         tokens = len(rows) * (1 + max(lengths)) if self.costs.layout == "padded" else len(rows) + sum(lengths)
         seconds = self.costs.step_s(len(rows), tokens) + self.costs.draft_s(len(rows), drafted)
         seconds += self.costs.overhead_s(len(rows))
@@ -238,7 +246,9 @@ class Twin:
             prompt, at, left, since, is_timed = self.places[row]
             gained = min(stood + 1, left)
             self.tokens += gained * counts
-            self.places[row] = [prompt, (at + 1) % len(self.rounds[prompt]), left - gained, since, is_timed]
+            goal = self.rounds[prompt][at][3] + stood + 1
+            later = [i for i, one in enumerate(self.rounds[prompt]) if one[3] >= goal]
+            self.places[row] = [prompt, later[0] if later else 0, left - gained, since, is_timed]
             if left == gained:
                 self.places[row] = None
                 if is_timed:

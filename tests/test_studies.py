@@ -79,7 +79,10 @@ def test_a_schedule_decodes_the_same_text_and_says_what_it_did(world, studied, s
 
 def test_thresholds_are_swept_with_speeds_where_there_is_a_profile(world, studied):
     evaluated(f"run={studied}", "task=sweep", "task.thresholds=[0,0.5,1]", *on(world), f"out={world}/swept")
-    rows = json.loads((world / "swept" / "sweep.json").read_text())["thresholds"]
+    found = json.loads((world / "swept" / "sweep.json").read_text())
+    rows = found["thresholds"]
+    assert set(found["recommended"]) == {"schedule=threshold", "llama.cpp --spec-draft-p-min"}
+    assert "llama.cpp --spec-draft-p-min" in (world / "swept" / "sweep.md").read_text()
     assert [row["threshold"] for row in rows] == [0, 0.5, 1]
     assert rows[0]["verified"] > rows[2]["verified"] == 0
     assert all(row["tokens_per_second"] > 0 for row in rows)
@@ -89,8 +92,9 @@ def test_thresholds_are_swept_with_speeds_where_there_is_a_profile(world, studie
     evaluated(
         f"run={bare}", "task=sweep", "task.thresholds=[0.5]", "calibrated=false", *on(world), f"out={world}/bared"
     )
-    (row,) = json.loads((world / "bared" / "sweep.json").read_text())["thresholds"]
-    assert row["tokens_per_second"] is None
+    found = json.loads((world / "bared" / "sweep.json").read_text())
+    assert found["recommended"] == {}
+    assert found["thresholds"][0]["tokens_per_second"] is None
     assert (world / "bared" / "sweep.png").is_file()
 
 
@@ -100,7 +104,22 @@ def test_schedules_are_simulated_under_load(world, studied):
     names = {"no drafter", "off", "fixed", "prefix", "asynchronous", "gated"}
     assert {(one["name"], one["concurrency"]) for one in found} == {(name, c) for name in names for c in (1, 3)}
     assert all(one["tokens_per_second"]["value"] > 0 for one in found)
-    assert {path.suffix for path in (world / "simulated").iterdir()} == {".json", ".md", ".png"}
+    assert {path.suffix for path in (world / "simulated").iterdir()} == {".json", ".md", ".png", ".safetensors"}
+
+
+def test_what_was_recorded_for_a_simulation_is_replayed_and_nothing_else(world, studied, monkeypatch):
+    evaluated(f"run={studied}", "task=simulate", *FEW, *on(world), f"out={world}/first")
+    monkeypatch.setattr("drafters.decoding.runner.decode", None)
+    path = world / "first" / "observations.safetensors"
+    contexts = Observations.load(path).context_N
+    assert (contexts.diff()[contexts.diff() > 0] == 1).all()
+    evaluated(f"run={studied}", "task=simulate", *FEW, *on(world), f"task.observations={path}", f"out={world}/second")
+    first, second = (json.loads((world / name / "simulation.json").read_text()) for name in ("first", "second"))
+    assert first["simulations"] == second["simulations"]
+    of_blocks = only("calibrate/*", studied) / "observations.safetensors"
+    for task, given, wanted in (("simulate", of_blocks, "True"), ("sweep", path, "False")):
+        with pytest.raises(ConfigError, match=rf"recorded with everywhere = .*, this is {wanted}"):
+            evaluated(f"run={studied}", f"task={task}", *on(world), f"task.observations={given}")
 
 
 def test_a_profile_of_other_hardware_can_be_given(world, studied):
@@ -119,7 +138,7 @@ def test_what_is_missing_is_named(world, studied):
         (["schedule=threshold"], CheckpointError, r"calibration\.json: no such file; run task=calibrate"),
         (["task=calibrate", "task.fit=false"], CheckpointError, r"calibration\.json: no such file; run task=calibrate"),
         (["task=sweep"], ConfigError, r"^task\.observations: got null, and the run has none; run task=calibrate"),
-        (["task=simulate"], ConfigError, r"^task\.observations: got null"),
+        (["task=simulate"], ConfigError, r"^profile: .*profile\.json: no such file; make it with task=profile"),
         (
             ["task=calibrate", "task.method=best"],
             ConfigError,

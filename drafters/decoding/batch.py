@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveBatch", "OnRound"]
 
+MAX_UNREAD = 64  # rounds without drafts after which the drafter reads them all
+
 # prompt number, its round, the tokens that entered the text, the tokens that were drafted
 OnRound = Callable[[int, Round, list[int], list[int]], None]
 
@@ -46,12 +48,25 @@ class _Clock:
 
 
 class _Kept(NamedTuple):
-    """What a pass left standing: `accepted_B` drafts, the target's token after them, and, of a tree, the accepted
-    slots by depth, padded with -1."""
+    """What a pass left standing: `accepted_B` drafts, the token after them, and, of a tree, the accepted slots by
+    depth, padded with -1. `counted_B` drafts were accepted; they are more where a round may not advance that far."""
 
     accepted_B: Tensor
     next_B: Tensor
     path_BD: Tensor | None
+    counted_B: Tensor
+
+
+class _Unread(NamedTuple):
+    """What the target verified in one round without drafts, a token a row, that the drafter was not shown yet."""
+
+    tokens_B1: Tensor
+    aux_B1LD: Tensor | None
+    last_B1D: Tensor | None
+
+    def of_rows(self, index: Tensor) -> "_Unread":
+        aux, last = (None if x is None else x[index] for x in (self.aux_B1LD, self.last_B1D))
+        return _Unread(self.tokens_B1[index], aux, last)
 
 
 class _Rows(NamedTuple):
@@ -89,6 +104,7 @@ class LiveBatch:
         self.live: list[Generation] = []
         self.done: list[Generation] = []
         self.rows: _Rows | None = None
+        self.unread: list[_Unread] = []
 
     def admit(self, prompts: Sequence[tuple[int, Tensor, int]]) -> None:
         """Run new prompts (number, ids [T], seed), draw each row's first token, let the drafter read, and go on with
@@ -102,6 +118,7 @@ class LiveBatch:
         going = [b for b, row in enumerate(rows) if not row.finish_reason]
         if going:
             new = new if len(going) == len(rows) else self._keep(new, going)
+            self._read()
             self.rows = new if self.rows is None else self._join(self.rows, new)
             self.live += [rows[b] for b in going]
         self.timings.prefill_s += self.clock.lap()
@@ -156,10 +173,13 @@ class LiveBatch:
         self._roll_back(kept, context_B, length)
         self._record(proposal, kept, tokens_BS, shape, on_round)
         if self.schedule is not None:
-            self.schedule.observe(Outcome(drafted=asked, proposed_R=proposal.lengths_B, accepted_R=kept.accepted_B))
+            self.schedule.observe(Outcome(drafted=asked, proposed_R=proposal.lengths_B, accepted_R=kept.counted_B))
         overhead_s += self.clock.lap()
         self.rows = rows._replace(anchor_B=kept.next_B, context_B=context_B)
-        self._extend(tokens_BS, kept, out)
+        if asked:
+            self._extend(tokens_BS, kept, out)
+        else:
+            self._put_off(_Unread(tokens_BS, out.aux_BSLD, out.last_BSD))
         draft_s += self.clock.lap()
         num_rows = len(self.live)
         self._drop_finished()
@@ -170,6 +190,7 @@ class LiveBatch:
         assert self.rows is not None
         if self.rows.session is None or asked == 0:
             return empty_proposal(len(self.live), self.target.device)
+        self._read()
         draws = Draws(self.sampling, None if uniforms is None else uniforms.draft_BS, self.rows.seen_BV)
         room_B = torch.tensor(left, device=self.target.device) - 1
         if isinstance(shape, Tree):
@@ -196,15 +217,26 @@ class LiveBatch:
             logits_BSV = penalised(logits_BSV, seen_BSV, self.sampling)
         if proposal.parents_S is None:
             accepted_B, next_B = verify_chain(proposal, logits_BSV, self.sampling, uniforms)
-            kept = _Kept(accepted_B, next_B, None)
+            kept = self._held_back(proposal, accepted_B, next_B)
         else:
-            kept = _Kept(*verify_tree(proposal, logits_BSV, self.sampling, uniforms))
+            accepted_B, next_B, path_BD = verify_tree(proposal, logits_BSV, self.sampling, uniforms)
+            kept = _Kept(accepted_B, next_B, path_BD, accepted_B)
         if seen_BV is not None:
             places_B = kept.accepted_B if kept.path_BD is None else _last_slot(kept) + 1
             index_B11 = places_B[:, None, None].expand(-1, 1, seen_BV.shape[1])
             seen_BV |= seen_BSV.gather(1, index_B11)[:, 0]
             seen_BV.scatter_(1, kept.next_B[:, None], True)
         return kept
+
+    def _held_back(self, proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> _Kept:
+        """What of the accepted drafts stands when a round adds no more than `config.advance` tokens: the draft that
+        comes after them is the next anchor."""
+        width = proposal.tokens_BS.shape[1]
+        if self.config.advance is None or not width:
+            return _Kept(accepted_B, next_B, None, accepted_B)
+        stands_B = accepted_B.clamp(max=self.config.advance - 1)
+        after_B = proposal.tokens_BS.gather(1, stands_B.clamp(max=width - 1)[:, None])[:, 0]
+        return _Kept(stands_B, torch.where(stands_B < accepted_B, after_B, next_B), None, accepted_B)
 
     def _roll_back(self, kept: _Kept, context_B: Tensor, length: int) -> None:
         assert self.rows is not None
@@ -225,16 +257,17 @@ class LiveBatch:
         proposed = proposal.lengths_B.tolist()
         said = proposal.stated_confidence().tolist() if self.config.record_confidence else None
         paths = None if kept.path_BD is None else kept.path_BD.tolist()
-        columns = (kept.accepted_B.tolist(), tokens_BS.tolist(), kept.next_B.tolist(), self.rows.context_B.tolist())
+        columns = (kept.accepted_B, tokens_BS, kept.next_B, self.rows.context_B, kept.counted_B)
         deepest = shape if isinstance(shape, int) else shape.max_depth
-        for b, (accepted, fed, added, context) in enumerate(zip(*columns, strict=True)):
+        for b, (stands, fed, added, context, accepted) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             row, slots = self.live[b], () if paths is None else tuple(paths[b][:accepted])
             # Before the outcome is known: whether this round would fit must not depend on how it went.
             fits = deepest < self.config.max_new_tokens - len(row.tokens)
-            stood = fed[1 : 1 + accepted] if paths is None else [fed[1 + slot] for slot in slots]
+            stood = fed[1 : 1 + stands] if paths is None else [fed[1 + slot] for slot in slots]
             tokens = [*stood, added]
             gained = self._append(row, tokens)
-            full = fits and gained == len(tokens)
+            ends = accepted > stands and not self.stop_ids.isdisjoint(fed[1 : 1 + accepted])
+            full = fits and gained == len(tokens) and not ends
             sure = () if said is None else tuple(said[b][: proposed[b]])
             row.rounds.append(Round(proposed[b], accepted, gained, full, context, slots, sure))
             if on_round is not None:
@@ -269,6 +302,25 @@ class LiveBatch:
         assert tokens is not None
         self.rows.session.extend(tokens, kept.accepted_B + 1, self.rows.anchor_B, aux, last)
 
+    def _put_off(self, new: _Unread) -> None:
+        """Keep what a round without drafts verified: reading many at once costs little more than reading one."""
+        if self.rows is None or self.rows.session is None:
+            return
+        self.unread.append(new)
+        if len(self.unread) == MAX_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Show the drafter what was put off."""
+        if not self.unread or self.rows is None or self.rows.session is None:
+            return
+        tokens_BT = torch.cat([one.tokens_B1 for one in self.unread], 1)
+        aux_BTLD = _joined([one.aux_B1LD for one in self.unread])
+        last_BTD = _joined([one.last_B1D for one in self.unread])
+        self.unread = []
+        lengths_B = torch.full_like(self.rows.anchor_B, tokens_BT.shape[1])
+        self.rows.session.extend(tokens_BT, lengths_B, self.rows.anchor_B, aux_BTLD, last_BTD)
+
     def _drop_finished(self) -> None:
         """Let finished rows leave the batch, the target's cache and the drafter's session."""
         going = [b for b, row in enumerate(self.live) if not row.finish_reason]
@@ -278,6 +330,8 @@ class LiveBatch:
         self.done += [row for row in self.live if row.finish_reason]
         self.live = [self.live[b] for b in going]
         self.rows = self._keep(self.rows, going) if going else None
+        index = torch.tensor(going, dtype=torch.int64, device=self.target.device)
+        self.unread = [one.of_rows(index) for one in self.unread if going]
 
     def _keep(self, rows: _Rows, going: list[int]) -> _Rows:
         index = torch.tensor(going, device=self.target.device)
@@ -311,3 +365,9 @@ def _last_slot(kept: _Kept) -> Tensor:
     assert kept.path_BD is not None
     padded = torch.cat([torch.full_like(kept.path_BD[:, :1], -1), kept.path_BD], 1)
     return padded.gather(1, kept.accepted_B[:, None])[:, 0]
+
+
+def _joined(states: Sequence[Tensor | None]) -> Tensor | None:
+    """Along time; None where there are none."""
+    there = [one for one in states if one is not None]
+    return torch.cat(there, 1) if there else None

@@ -32,7 +32,8 @@ class DecodeConfig:
     = the target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have
     the same seed, one each; None = their places. `policy` chooses, round by round, whether to draft and
     how many of the drafts to verify; without one all are. `record_confidence` keeps what the drafter says of its own
-    drafts."""
+    drafts. `advance` is the most tokens that a round may add to the text, which goes on as it would: what else was
+    accepted is counted and drafted anew (1: rounds from every place of a text); None = all."""
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -44,6 +45,7 @@ class DecodeConfig:
     batch_size: int = 1
     policy: "Policy | None" = None
     record_confidence: bool = False
+    advance: int | None = None
 
 
 def decode(
@@ -112,9 +114,12 @@ def _shapes(drafter: Drafter | None, config: DecodeConfig) -> tuple[int | Tree, 
 
 def _check(target: "FrozenTarget", prompts: Sequence[Tensor], config: DecodeConfig) -> None:
     check_sampling(config.sampling)
-    for name, value in (("max_new_tokens", config.max_new_tokens), ("batch_size", config.batch_size)):
-        if value < 1:
+    for name in ("max_new_tokens", "batch_size", "advance"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
             raise ConfigError(f"{name}: got {value}; accepted: 1 or more")
+    if config.advance is not None and config.tree is not None:
+        raise ConfigError("advance: got a number with a tree; accepted: null for trees")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise DataError(f"prompt {i}: it has no tokens; give at least one")

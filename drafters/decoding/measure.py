@@ -98,10 +98,12 @@ def measure(
         )
     execution = execution or Execution()
     for contestant in contestants.values():
-        if contestant.policy is not None:
+        if contestant.policy is not None and contestant.policy.reads_confidence:
             check_confidence(target, contestant.drafter, dialogues[0].encode(()))
     runner = Runner(target, drafters, config.decoding(), execution)
-    policies = {name: one.policy for name, one in contestants.items() if one.policy is not None}
+    policies = {
+        name: one.policy.going_on(one.drafter.block_size) for name, one in contestants.items() if one.policy is not None
+    }
     stages = _Stages(runner, drafters, dialogues, config, policies=policies)
     found = stages.run()
     if not execution.ranks.is_first:

@@ -9,10 +9,11 @@ __all__ = ["Generation", "Round", "RoundCost", "RunTimings"]
 
 class Round(NamedTuple):
     """One round of one row. `gained` tokens entered the text: `accepted` + 1, or fewer when a stop token or the token
-    limit cut the row. `full`: the whole draft and the bonus token would have fitted under the limit, and no stop token
-    cut it. Only full rounds count for acceptance. `context`: tokens of the text before the round, the anchor included.
-    `slots`: the accepted slots of a draft tree, () for a chain. `confidences`: what the drafter itself said of each
-    proposed draft, where that is recorded: the probability that it stands if all before it do."""
+    limit cut the row, or when rounds may not advance that far. `full`: the whole draft and the bonus token would have
+    fitted under the limit, and no stop token cut it. Only full rounds count for acceptance. `context`: tokens of the
+    text before the round, the anchor included. `slots`: the accepted slots of a draft tree, () for a chain.
+    `confidences`: what the drafter itself said of each proposed draft, where that is recorded: the probability that it
+    stands if all before it do."""
 
     proposed: int
     accepted: int

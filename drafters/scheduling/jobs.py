@@ -67,9 +67,9 @@ class Job:
         drafter_sha256 = str(self.contestant.provenance.get("sha256", self.name))
         return {"drafter_sha256": drafter_sha256, "target_hash": self.target.spec.weights_hash}
 
-    def circumstances(self) -> dict[str, Any]:
+    def circumstances(self, *, everywhere: bool) -> dict[str, Any]:
         """What rounds are recorded under."""
-        return {"schema": 1, **self.hashes, "sampling": asdict(self.config.sampling)}
+        return {"schema": 2, **self.hashes, "sampling": asdict(self.config.sampling), "everywhere": everywhere}
 
     def provenance(self) -> dict[str, Any]:
         """What the files say of where they come from."""
@@ -121,13 +121,14 @@ def writing(folder: Path) -> Iterator[None]:
         raise write_error(folder, error) from error
 
 
-def observe(job: Job) -> Observations:
-    """Decode all prompts at the full block and keep what the drafter said of each draft; a stopped one goes on."""
+def observe(job: Job, *, everywhere: bool = False) -> Observations:
+    """Decode all prompts at the full block and keep what the drafter said of each draft; a stopped one goes on.
+    `everywhere`: a round from every place of the texts, as schedules that cut drafts come to more of them."""
     drafter, config = job.contestant.drafter, job.config
     check_settings(drafter, job.dialogues, replace(config, length="auto"))
     check_confidence(job.target, drafter, job.dialogues[0].encode(()))
-    decoding = config.decoding(record_confidence=True)
-    what = ["observe", [one.key for one in job.dialogues], asdict(config)]
+    decoding = config.decoding(record_confidence=True, advance=1 if everywhere else None)
+    what = ["observe everywhere" if everywhere else "observe", [one.key for one in job.dialogues], asdict(config)]
     with decoding_into(job.place, job.target, {job.name: job.contestant}, what) as execution:
         with phase_bars(execution.ranks.is_first) as progress:
             runner = Runner(job.target, {job.name: drafter}, decoding, replace(execution, progress=progress))
@@ -141,13 +142,14 @@ def observe(job: Job) -> Observations:
         if execution.ranks.is_first:
             path = observations.save(job.place.out / OBSERVATIONS)
             with writing(path.parent):
-                write_json(job.circumstances(), path.with_suffix(".json"))
+                write_json(job.circumstances(everywhere=everywhere), path.with_suffix(".json"))
+            say(f"Rounds: {path}; task.observations= takes them without decoding")
     return observations
 
 
-def recorded(job: Job, path: str | None) -> Observations:
-    """The observations of `path`, or the newest of the run. Raises ConfigError when there are none, or they are of
-    another drafter, target or sampling."""
+def recorded(job: Job, path: str | None, *, everywhere: bool = False) -> Observations:
+    """The observations of `path`, or the newest of the run's task=calibrate. Raises ConfigError when there are none, or
+    they are of another drafter, target, sampling or kind (see `observe`)."""
     if path is not None:
         chosen = Path(path).expanduser()
     else:
@@ -159,11 +161,12 @@ def recorded(job: Job, path: str | None) -> Observations:
     say(f"Rounds: {chosen}")
     observations = Observations.load(chosen)
     told = read_json(dict, chosen.with_suffix(".json"))
-    for name, wanted in job.circumstances().items():
+    for name, wanted in job.circumstances(everywhere=everywhere).items():
         if told.get(name) != wanted:
+            task = "simulate" if everywhere else "calibrate"
             raise ConfigError(
                 f"task.observations: {chosen} was recorded with {name} = {told.get(name)}, this is {wanted}; accepted: "
-                "rounds of the same drafter and target, at the same sampling; task=calibrate records them"
+                f"rounds of the same drafter and target, at the same sampling, as task={task} records them"
             )
     return observations
 

@@ -18,13 +18,14 @@ from drafters.files import save_tensors
 
 __all__ = ["Observations"]
 
-SCHEMA = 1
+SCHEMA = 2
 AGAIN = "decode the prompts again"
 TYPES = {
     "confidence_NG": torch.float64,
     "accepted_N": torch.int64,
     "proposed_N": torch.int64,
     "prompt_N": torch.int64,
+    "context_N": torch.int64,
 }
 
 
@@ -32,12 +33,14 @@ TYPES = {
 class Observations:
     """N full rounds of up to G drafts. `confidence_NG`: the drafter's own confidence, conditional (draft k stands,
     given that 1..k-1 do), NaN beyond `proposed_N`. `prompt_N`: which prompt a round is of; rounds of a prompt follow
-    each other in order. Raises DataError for other types, shapes or values, and for no rounds at all."""
+    each other in order. `context_N`: tokens of the text before the round, the anchor included. Raises DataError for
+    other types, shapes or values, and for no rounds at all."""
 
     confidence_NG: Tensor
     accepted_N: Tensor
     proposed_N: Tensor
     prompt_N: Tensor
+    context_N: Tensor
 
     def __post_init__(self) -> None:
         if problem := _problem(vars(self)):
@@ -69,6 +72,7 @@ class Observations:
             accepted_N=torch.tensor([r.accepted for _, r in rounds]),
             proposed_N=torch.tensor([r.proposed for _, r in rounds]),
             prompt_N=torch.tensor([prompt for prompt, _ in rounds]),
+            context_N=torch.tensor([r.context for _, r in rounds]),
         )
 
     @property
@@ -132,11 +136,11 @@ def _problem(tensors: dict[str, Tensor]) -> str | None:
             return f"{name} is {tensors[name].dtype}, accepted: {dtype}"
         if tensors[name].ndim != len(name.split("_")[1]):
             return f"{name} has shape {list(tensors[name].shape)}"
-    confidence_NG, accepted_N, proposed_N, prompt_N = (tensors[name] for name in TYPES)
+    confidence_NG, accepted_N, proposed_N, prompt_N, context_N = (tensors[name] for name in TYPES)
     num_rounds, num_slots = confidence_NG.shape
     if not num_rounds or not num_slots:
         return f"{num_rounds} rounds of {num_slots} drafts, accepted: 1 or more of each"
-    if any(len(values_N) != num_rounds for values_N in (accepted_N, proposed_N, prompt_N)):
+    if any(len(values_N) != num_rounds for values_N in (accepted_N, proposed_N, prompt_N, context_N)):
         return f"confidence_NG has {num_rounds} rounds, another tensor has not"
     if (accepted_N < 0).any() or (accepted_N > proposed_N).any() or (proposed_N > num_slots).any():
         return f"accepted and proposed drafts do not fit 0 <= accepted <= proposed <= {num_slots}"

@@ -3,7 +3,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,11 +27,13 @@ __all__ = ["Policy", "find_calibration", "find_costs", "make_policy", "profile_o
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """`scheduler` decides by `costs` and by the drafter's confidence after `calibration`; None where it needs none, and
-    for a calibration where confidences are taken as they are."""
+    for a calibration where confidences are taken as they are. `schedule` is a state that goes on from one decode run to
+    the next; None: each begins anew."""
 
     scheduler: Scheduler
     costs: CostProfile | None = None
     calibration: Calibration | None = None
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         assert self.costs is not None or not reads_costs(self.scheduler)
@@ -42,8 +44,19 @@ class Policy:
         return f"Policy({self.scheduler!r}, {hashlib.sha256(repr(deciding).encode()).hexdigest()[:12]})"
 
     def begin(self, num_slots: int) -> Schedule:
-        """The state of one decode run with up to `num_slots` drafts a round."""
+        """The state of one decode run with up to `num_slots` drafts a round, or the one that goes on."""
+        if self.schedule is not None:
+            return self.schedule
         return self.scheduler.begin(cast(CostProfile, self.costs), num_slots)
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether it decides by the drafter's confidence."""
+        return reads_confidence(self.scheduler)
+
+    def going_on(self, num_slots: int) -> "Policy":
+        """The same with one state for all decode runs, as a server has: what it learnt of past rounds stays."""
+        return replace(self, schedule=self.begin(num_slots))
 
     def survival(self, proposal: Proposal) -> Tensor:
         """The calibrated probability [B, S] that each draft and all before it stand; 0 where a row has no draft."""

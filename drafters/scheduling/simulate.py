@@ -64,9 +64,12 @@ class SimulateConfig:
 
 class Replay:
     """Recorded rounds as a schedule sees them: `survival_NG` (calibrated, 0 beyond what was proposed), `proposed_N` and
-    `accepted_N`, grouped by prompt; prompt p has `count_P[p]` rounds from `start_P[p]` on.
+    `accepted_N`, grouped by prompt; prompt p has `count_P[p]` rounds from `start_P[p]` on. After a round n that gained
+    g tokens comes round `next_NJ[n, g - 1]`: the first of the same prompt that was recorded that far on, beginning
+    again at the end.
 
-    A round is replayed whatever was verified before it, so acceptance is taken not to depend on where a round begins.
+    With rounds from every place of the texts that is the round that a real text goes on with. With those of whole
+    blocks alone a cut block goes on where the whole one would have ended, which is mostly at an easier place.
     """
 
     def __init__(self, observations: Observations, calibration: Calibration | None = None) -> None:
@@ -79,6 +82,16 @@ class Replay:
         self.accepted_N = observations.accepted_N[order_N].numpy()
         self.count_P = prompts_N.unique_consecutive(return_counts=True)[1].numpy()
         self.start_P = self.count_P.cumsum() - self.count_P
+        self.next_NJ = self._next(observations.context_N[order_N].numpy())
+
+    def _next(self, context_N: np.ndarray) -> np.ndarray:
+        gains_J = np.arange(1, self.num_slots + 2)
+        next_NJ = np.empty((len(context_N), len(gains_J)), dtype=np.int64)
+        for start, count in zip(self.start_P, self.count_P, strict=True):
+            places_n = context_N[start : start + count]
+            found_nJ = np.searchsorted(places_n, places_n[:, None] + gains_J)
+            next_NJ[start : start + count] = start + np.where(found_nJ < count, found_nJ, 0)
+        return next_NJ
 
     @property
     def num_slots(self) -> int:
@@ -132,8 +145,8 @@ def simulate(
 ) -> Simulation:
     """Run a scheduler for every seed; None: no drafter at all, so that none reads along (`Off` pays for the reading).
 
-    A request takes a random prompt and walks through its rounds in order from a random one on, beginning again at the
-    end; a step gives it min(accepted, verified) + 1 tokens. Prefill is not part of it. Requests are the same for all
+    A request takes a random prompt and walks through its text from a random round on, beginning again at the end; a
+    step gives it min(accepted, verified) + 1 tokens. Prefill is not part of it. Requests are the same for all
     schedulers of a seed. A closed loop begins with requests of random progress. Raises ConfigError for a concurrency
     below 1.
     """
@@ -171,7 +184,6 @@ def frontier(
 
 class _Request(NamedTuple):
     arrived_s: float
-    prompt: int
     round: int
 
 
@@ -205,12 +217,11 @@ class _Requests:
     def _draw(self) -> None:
         generator, replay = self._generator, self._replay
         prompts = generator.integers(len(replay.count_P), size=CHUNK)
-        rounds = generator.integers(replay.count_P[prompts])
+        rounds = replay.start_P[prompts] + generator.integers(replay.count_P[prompts])
         gaps_s = np.zeros(CHUNK) if self._rate is None else generator.exponential(1 / self._rate, size=CHUNK)
         times_s = self._clock_s + gaps_s.cumsum()
         self._clock_s = float(times_s[-1])
-        columns = (times_s.tolist(), prompts.tolist(), rounds.tolist())
-        self._drawn += [_Request(*values) for values in zip(*columns, strict=True)]
+        self._drawn += [_Request(*values) for values in zip(times_s.tolist(), rounds.tolist(), strict=True)]
 
 
 class _Run:
@@ -225,7 +236,7 @@ class _Run:
         self.is_closed = config.rate is None
         self.now_s = 0.0
         self.taken_C = np.zeros(concurrency, dtype=bool)
-        self.prompt_C, self.round_C, self.left_C = (np.zeros(concurrency, dtype=np.int64) for _ in range(3))
+        self.round_C, self.left_C = (np.zeros(concurrency, dtype=np.int64) for _ in range(2))
         # NaN where a request is not to be timed: it was there before the time that counts.
         self.arrived_C = np.full(concurrency, np.nan)
         self.sums: dict[str, float] = {}
@@ -267,14 +278,14 @@ class _Run:
             request = self.requests.take()
             arrived_s = self.now_s if self.is_closed else request.arrived_s
             self.taken_C[place] = True
-            self.prompt_C[place], self.round_C[place] = request.prompt, request.round
+            self.round_C[place] = request.round
             self.left_C[place] = self.config.tokens_per_request
             self.arrived_C[place] = arrived_s if counts else np.nan
 
     def _step(self, *, counts: bool) -> None:
         self._admit(counts=counts)
         rows_R = np.flatnonzero(self.taken_C)
-        at_R = self.replay.start_P[self.prompt_C[rows_R]] + self.round_C[rows_R]
+        at_R = self.round_C[rows_R]
         drafted = self.schedule.want(len(rows_R))
         lengths_R, accepted_R = self._verify(at_R, drafted)
         verified_R = torch.from_numpy(lengths_R)
@@ -291,7 +302,7 @@ class _Run:
             idle=int(drafted == 0),
             waiting=waiting,
         )
-        self.round_C[rows_R] = (self.round_C[rows_R] + 1) % self.replay.count_P[self.prompt_C[rows_R]]
+        self.round_C[rows_R] = self.replay.next_NJ[at_R, accepted_R]
         self.left_C[rows_R] -= gains_R
         self._leave(rows_R[self.left_C[rows_R] == 0])
 

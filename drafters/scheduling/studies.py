@@ -1,5 +1,5 @@
-# The tasks of evaluate.py that decode nothing: they read what task=calibrate recorded and what task=profile measured,
-# and say what thresholds and schedules would give.
+# The tasks of evaluate.py that say what thresholds and schedules would give, from recorded rounds and what task=profile
+# measured.
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,11 +8,20 @@ from typing import Any
 from drafters.config import build_config
 from drafters.decoding.render import markdown, tables
 from drafters.door import phase_bars, say
-from drafters.scheduling.jobs import CalibrateConfig, Job, ProfileTask, calibrate, profile, recorded, write_study
+from drafters.scheduling.jobs import (
+    CalibrateConfig,
+    Job,
+    ProfileTask,
+    calibrate,
+    observe,
+    profile,
+    recorded,
+    write_study,
+)
 from drafters.scheduling.pictures import draw_frontier
 from drafters.scheduling.policy import profile_of
 from drafters.scheduling.simulate import Replay, SimulateConfig, Simulation, frontier, frontier_section
-from drafters.scheduling.sweep import draw_sweep, sweep, sweep_section
+from drafters.scheduling.sweep import draw_sweep, recommended, sweep, sweep_section
 
 __all__ = ["Job", "SimulateTask", "SweepTask", "run_study", "simulate_schedules", "sweep_thresholds"]
 
@@ -28,7 +37,8 @@ class SweepTask:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateTask:
-    """`schedules`: schedulers by name. `concurrency`: requests at once, at most. The rest: see SimulateConfig."""
+    """`observations`: what an earlier task=simulate recorded, in place of decoding. `schedules`: schedulers by name.
+    `concurrency`: requests at once, at most. The rest: see SimulateConfig."""
 
     name: str = "simulate"
     observations: str | None = None
@@ -55,19 +65,20 @@ def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
     """What each threshold gives, in tokens per second too where there is a profile. Writes sweep.json, sweep.md and
     sweep.png into the folder of the place."""
     observations = recorded(job, config.observations)
-    confidence_NG = observations.confidence_NG
-    if job.calibrated:
-        confidence_NG = job.calibration().apply(confidence_NG)
+    raw_NG = observations.confidence_NG
+    confidence_NG = job.calibration().apply(raw_NG) if job.calibrated else raw_NG
     has_profile = job.profile is not None or (job.folder is not None and profile_of(job.folder).is_file())
     costs = job.costs() if has_profile else None
     rows = sweep(observations, confidence_NG, config.thresholds, costs)
-    section = sweep_section(rows)
+    best = recommended(rows, sweep(observations, raw_NG, config.thresholds, costs))
+    section = sweep_section(rows, found=best, calibrated=job.calibrated)
     say(tables([section], width=80))
     found = {
         "schema": 1,
         "calibrated": job.calibrated,
         "rounds": observations.num_rounds,
         "thresholds": [asdict(row) for row in rows],
+        "recommended": best,
         "provenance": job.provenance(),
     }
     write_study(job.place.out, "sweep", found, markdown(section), draw_sweep(rows))
@@ -75,11 +86,17 @@ def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
 
 
 def simulate_schedules(job: Job, config: SimulateTask) -> list[Simulation]:
-    """What each schedule gives under load. Writes simulation.json, .md and .png into the folder of the place."""
-    observations = recorded(job, config.observations)
-    replay = Replay(observations, job.calibration() if job.calibrated else None)
-    costs = job.costs()
+    """What each schedule gives under load. Writes simulation.json, .md and .png into the folder of the place; returns
+    nothing where another process writes."""
     schedulers = {name: _built(name, node) for name, node in config.schedules.items()}
+    costs, calibration = job.costs(), job.calibration() if job.calibrated else None
+    if config.observations is None:
+        observations = observe(job, everywhere=True)
+    else:
+        observations = recorded(job, config.observations, everywhere=True)
+    if not job.is_first:
+        return []
+    replay = Replay(observations, calibration)
     with phase_bars(True) as progress:
         found = frontier(
             replay,
@@ -118,5 +135,5 @@ STUDIES: dict[str, tuple[type, Callable[[Job, Any], Any]]] = {
 def run_study(job: Job, config: Any) -> None:
     """Do what the settings of a task, of one of the classes in STUDIES, ask for. Of several ranks all decode, where
     something is decoded; else the first one works alone."""
-    if config.name == "calibrate" or job.is_first:
+    if config.name in ("calibrate", "simulate") or job.is_first:
         STUDIES[config.name][1](job, config)

@@ -1,7 +1,7 @@
 # What a fixed confidence threshold would do, for every threshold at once, from recorded rounds: drafts accepted and
 # rejected a round, and, with a cost profile, tokens per second of a single request. Some engines take one such number.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,12 @@ from drafters.scheduling.profile import CostProfile
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ThresholdRow", "best_row", "draw_sweep", "sweep", "sweep_section"]
+__all__ = ["ENGINES", "ThresholdRow", "best_row", "draw_sweep", "recommended", "sweep", "sweep_section"]
+
+# What engines take one threshold, by which flag. llama.cpp stops a draft at the first token whose confidence is below:
+# the confidence head's, as it stands, of a DSpark drafter (common/speculative.cpp), else the likeliest token's
+# probability, which is what drafters without such a head say here too. It knows no calibration.
+ENGINES = {"llama.cpp": "--spec-draft-p-min"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +80,27 @@ def best_row(rows: Sequence[ThresholdRow]) -> ThresholdRow | None:
     return max(known, key=lambda row: (row.tokens_per_second, -row.threshold)) if known else None
 
 
-def sweep_section(rows: Sequence[ThresholdRow]) -> Section:
-    """The table."""
+def recommended(rows: Sequence[ThresholdRow], raw: Sequence[ThresholdRow]) -> dict[str, float]:
+    """The best threshold for whom it may concern: `schedule=threshold` by `rows`, engines, with their flags, by `raw`,
+    the rows of the confidence as the drafter gives it. Empty where speeds are not known."""
+    best, best_raw = best_row(rows), best_row(raw)
+    if best is None or best_raw is None:
+        return {}
+    engines = {f"{engine} {flag}": best_raw.threshold for engine, flag in ENGINES.items()}
+    return {"schedule=threshold": best.threshold, **engines}
+
+
+def sweep_section(rows: Sequence[ThresholdRow], *, found: Mapping[str, float], calibrated: bool) -> Section:
+    """The table, with what is `recommended`."""
     best = best_row(rows)
-    notes = ["Means a round; the threshold is on the confidence in a draft, given that all before it stand."]
-    if best is not None:
-        notes.append(f"Most tokens per second of a single request on this machine: threshold {best.threshold:g}.")
+    kind = "calibrated confidence" if calibrated else "confidence as the drafter gives it"
+    notes = [f"Means a round; the threshold is on the {kind} in a draft, given that all before it stand."]
+    if found:
+        told = ", ".join(f"{threshold:g} for {whom}" for whom, threshold in found.items())
+        notes.append(
+            f"Most tokens per second of a single request at the costs of the profile: {told}. Engines compare the "
+            "confidence as the drafter gives it, and have costs of their own: give theirs with profile=."
+        )
     return Section(
         title="Verifying up to the first draft below a threshold",
         header=["threshold", "verified", "accepted", "rejected", "acceptance\nrate", "accepted\nlength", "tokens/s"],
