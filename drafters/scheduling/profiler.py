@@ -1,56 +1,50 @@
-# Measures a cost profile: the target's step alone, on caches that real prompts filled, and drafting and the loop's rest
-# in real decoding. All is done in shuffled order, so that a machine that slows down slows every point alike.
+# Measures a cost profile by decoding for real. Every number of rows has a batch of its own, in which rows end and
+# others take their places, and the batches take turns, round by round, at every number of drafts. So caches have the
+# holes and the lengths that they have in use, and a machine that slows down slows every point alike.
 
 import math
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import cycle, islice
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count, cycle
 from statistics import fmean, median, quantiles
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from drafters.decoding.loop import DecodeConfig, decode
+from drafters.decoding.batch import LiveBatch
+from drafters.decoding.loop import DecodeConfig
 from drafters.decoding.records import RoundCost, RunTimings
 from drafters.decoding.report import with_versions
 from drafters.decoding.runner import Progress
-from drafters.decoding.sampling import check_sampling
+from drafters.decoding.sampling import Draws, check_sampling
+from drafters.decoding.verify import empty_proposal
 from drafters.errors import ConfigError, DataError
-from drafters.heads.base import Drafter
+from drafters.heads.base import Drafter, Session
 from drafters.scheduling.profile import CostProfile, DraftPoint, OverheadPoint, VerifyPoint
-from drafters.types import Needs, Sampling
+from drafters.types import Needs, Proposal, Sampling
 
 if TYPE_CHECKING:
     from drafters.kv_cache import TargetCache
     from drafters.target import FrozenTarget
 
-__all__ = ["ProfileConfig", "measure_profile"]
+__all__ = ["ProfileConfig", "Profiler", "measure_profile"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """What to time. `rows`: numbers of rows in a step. Steps verify 0 to `max_length` drafts a row; None = the
-    drafter's block size, which it may not pass; without a drafter it is needed. `repeats` is the number of timings of
-    each point, after `warmup` steps or calls that do not count. `max_new_tokens`: of the decoding in which drafting
-    is timed; `sampling` is that decoding's."""
+    """What to time. `rows`: numbers of rows in a step. Rounds have 0 to `max_length` drafts a row; None = the drafter's
+    block size, which it may not pass; without a drafter it is needed. `repeats` is the number of timings of each point,
+    after `warmup` that do not count. Rows go on for `max_new_tokens`; `sampling` is that decoding's."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     max_length: int | None = None
     repeats: int = 10
     warmup: int = 2
-    max_new_tokens: int = 64
+    max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-
-
-class _Filled(NamedTuple):
-    """A cache that prompts filled, and the tokens [B, W] that the timed steps read after it."""
-
-    cache: "TargetCache"
-    tokens_BW: Tensor
 
 
 def measure_profile(
@@ -64,133 +58,187 @@ def measure_profile(
     """Time this target and drafter on this machine, after `prompts` (int64 ids [T]), which are repeated where there are
     fewer than rows. Layout "padded": that is how this package decodes.
 
-    A target step reads 1 to `max_length` + 1 tokens a row and asks for the states that the drafter reads; the cache is
-    rolled back after each. A draft point is the median of propose and extend in real rounds of that length, length 0
-    that of reading alone; an overhead point the median of the rest of those rounds, whatever their length. Raises
-    ConfigError for settings out of range and DataError for prompts that do not fit.
+    A verify point is the median of the target's step, over 1 to `max_length` + 1 tokens a row, a draft point that of
+    propose and extend at one length (what a round without drafts verified is read before the next draft, so length 0
+    costs next to nothing), an overhead point that of the rest of all rounds. Raises ConfigError for settings out of
+    range and DataError for prompts that do not fit.
     """
-    length = _check(target, drafter, prompts, config)
-    profiler = _Profiler(target, drafter, prompts, config, length, progress)
-    verify, costs = profiler.time_steps(), profiler.time_rounds()
-    facts = with_versions({}, target)
-    return CostProfile(
-        layout="padded",
-        verify=tuple(verify),
-        draft=() if drafter is None else tuple(_draft_points(costs)),
-        overhead=tuple(_overhead_points(costs)),
-        hardware={name: facts[name] for name in ("device", "num_threads")},
-        dtype=facts["dtype"],
-        versions=facts["versions"],
-        target={"name": target.spec.name, "weights_hash": target.spec.weights_hash},
-        drafter={} if drafter is None else {"class": type(drafter).__name__, "block_size": drafter.block_size},
-        conditions={
-            "prompts": len(prompts),
-            "mean_prompt_tokens": fmean(len(prompt) for prompt in prompts),
-            "max_new_tokens": config.max_new_tokens,
-            "repeats": config.repeats,
-            "sampling": asdict(config.sampling),
-        },
-    )
+    profiler = Profiler(target, drafter, prompts, config)
+    laps = config.warmup + config.repeats
+    for lap in range(laps):
+        profiler.lap(counts=lap >= config.warmup)
+        progress("rounds", lap + 1, laps, math.nan)
+    return profiler.profile()
 
 
-@dataclass(frozen=True)
-class _Profiler:
-    """The parts of `measure_profile`; no step verifies more than `length` drafts a row."""
+class Profiler:
+    """The work of `measure_profile` in laps, each of which times every point once."""
 
-    target: "FrozenTarget"
-    drafter: Drafter | None
-    prompts: Sequence[Tensor]
-    config: ProfileConfig
-    length: int
-    progress: Progress
-
-    def time_steps(self) -> list[VerifyPoint]:
-        """Points of every number of rows and of tokens a row: each once a lap, in another order every time."""
-        config, shuffle = self.config, random.Random(self.config.seed)
-        filled = {rows: self._fill(rows) for rows in config.rows}
-        places = [(rows, width) for rows in config.rows for width in range(1, self.length + 2)]
-        seconds: dict[tuple[int, int], list[float]] = {place: [] for place in places}
-        num_laps = config.warmup + config.repeats
-        for lap in range(num_laps):
-            for count, (rows, width) in enumerate(shuffle.sample(places, len(places)), start=1):
-                spent = self._step_s(filled[rows], width)
-                if lap >= config.warmup:
-                    seconds[rows, width].append(spent)
-                self.progress("target steps", lap * len(places) + count, num_laps * len(places), math.nan)
-        return [_verify_point(rows, rows * width, seconds[rows, width]) for rows, width in places]
+    def __init__(
+        self, target: "FrozenTarget", drafter: Drafter | None, prompts: Sequence[Tensor], config: ProfileConfig
+    ) -> None:
+        self.target, self.drafter, self.prompts, self.config = target, drafter, prompts, config
+        self._length = _check(target, drafter, prompts, config)
+        self._random = random.Random(config.seed)
+        self._rows = {rows: _Rows(self, rows) for rows in config.rows}
+        self._found: list[RoundCost] = []
 
     @torch.inference_mode()
-    def _fill(self, rows: int) -> _Filled:
-        """Run `rows` prompts. The tokens of the timed steps are taken from them: any may stand there."""
-        chosen = [prompt.to(self.target.device) for prompt in self._chosen(rows)]
-        tokens_BT = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-        lengths_B = torch.tensor([len(prompt) for prompt in chosen], device=self.target.device)
-        cache = self.target.new_cache(rows)
-        self.target.step(tokens_BT, cache, lengths_B=None if rows == 1 else lengths_B, logits="last")
-        width = self.length + 1
-        read = [prompt.repeat(-(-width // len(prompt)))[-width:] for prompt in chosen]
-        return _Filled(cache, torch.stack(read))
+    def lap(self, *, counts: bool = True) -> None:
+        """One round of every number of rows and of drafts, in an order of its own."""
+        places = [(rows, length) for rows in self.config.rows for length in range(self._length + 1)]
+        for rows, length in self._random.sample(places, len(places)):
+            cost = self._rows[rows].round(length)
+            if counts:
+                self._found.append(cost)
 
-    @torch.inference_mode()
-    def _step_s(self, filled: _Filled, width: int) -> float:
-        """Seconds of one step of `width` tokens a row; the cache is left as it was."""
-        needs = Needs() if self.drafter is None else self.drafter.needs
-        lengths_B, tokens_BS = filled.cache.lengths_B, filled.tokens_BW[:, :width]
-        started = _now(self.target.device)
-        self.target.step(tokens_BS, filled.cache, needs=needs, logits="all")
-        spent = _now(self.target.device) - started
-        filled.cache.rollback(lengths_B)
-        return spent
-
-    def time_rounds(self) -> list[RoundCost]:
-        """Real rounds, `repeats` of every number of rows and every length, in shuffled order; what one decoding was too
-        short for is asked of the next."""
-        config, shuffle = self.config, random.Random(self.config.seed)
-        wanted = [0] if self.drafter is None else list(range(self.length + 1))
-        waiting = {rows: shuffle.sample(wanted * config.repeats, len(wanted) * config.repeats) for rows in config.rows}
-        total = sum(map(len, waiting.values()))
-        for rows in config.rows if config.warmup else ():
-            self._decode(rows, wanted * config.warmup, 0)
-        found: list[RoundCost] = []
-        lap = 0
-        while any(waiting.values()):
-            for rows in shuffle.sample(config.rows, len(config.rows)):
-                if not waiting[rows]:
-                    continue
-                for cost in self._decode(rows, waiting[rows], lap):
-                    if cost.length in waiting[rows]:
-                        waiting[rows].remove(cost.length)
-                        found.append(cost)
-                self.progress("rounds", total - sum(map(len, waiting.values())), total, math.nan)
-            lap += 1
-        return found
-
-    def _decode(self, rows: int, lengths: Sequence[int], lap: int) -> list[RoundCost]:
-        """The rounds of one decoding in which all `rows` rows were at work. The last is left out: where it ends all of
-        them, the drafter does not read it."""
-        # A length that drafts stands at the end, since decoding drops a drafter that never shall.
-        asked = None if self.drafter is None else (*lengths, self.length)
+    def batch(self, rows: int) -> LiveBatch:
+        """An empty one."""
         config = DecodeConfig(
             max_new_tokens=self.config.max_new_tokens,
             sampling=self.config.sampling,
-            length=asked,
-            seed=self.config.seed + lap,
+            seed=self.config.seed,
             stop_ids=(),
             batch_size=rows,
         )
-        timings = RunTimings()
-        decode(self.target, self.drafter, self._chosen(rows), config, timings=timings)
-        return [cost for cost in timings.rounds[:-1] if cost.rows == rows]
+        filling = _FillingDrafter(self.drafter, self._length)
+        return LiveBatch(self.target, filling, config, num_slots=self._length, timings=RunTimings())
 
-    def _chosen(self, rows: int) -> list[Tensor]:
-        return list(islice(cycle(self.prompts), rows))
+    def shuffled(self) -> list[Tensor]:
+        """The prompts in an order of their own."""
+        return self._random.sample(list(self.prompts), len(self.prompts))
+
+    def profile(self) -> CostProfile:
+        """What was timed so far."""
+        config, target, drafter = self.config, self.target, self.drafter
+        facts = with_versions({}, target)
+        return CostProfile(
+            layout="padded",
+            verify=tuple(_verify_points(self._found)),
+            draft=() if drafter is None else tuple(_draft_points(self._found)),
+            overhead=tuple(_overhead_points(self._found)),
+            hardware={name: facts[name] for name in ("device", "num_threads")},
+            dtype=facts["dtype"],
+            versions=facts["versions"],
+            target={"name": target.spec.name, "weights_hash": target.spec.weights_hash},
+            drafter={} if drafter is None else {"class": type(drafter).__name__, "block_size": drafter.block_size},
+            conditions={
+                "prompts": len(self.prompts),
+                "mean_prompt_tokens": fmean(len(prompt) for prompt in self.prompts),
+                "max_new_tokens": config.max_new_tokens,
+                "repeats": len(self._found) // (len(config.rows) * (self._length + 1)),
+                "sampling": asdict(config.sampling),
+            },
+        )
 
 
-def _now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+class _Rows:
+    """A batch that always has as many rows at work: where some end, the next prompts begin."""
+
+    def __init__(self, profiler: Profiler, rows: int) -> None:
+        self._rows = rows
+        self._live = profiler.batch(rows)
+        self._prompts = cycle(profiler.shuffled())
+        self._numbers = count()
+
+    def round(self, length: int) -> RoundCost:
+        """The cost of a round of all rows, after which some go on."""
+        while True:
+            self._fill()
+            if length and self._live.unread:
+                # Reads what rounds without drafts left, which is not this one's.
+                self._live.round(1, None)
+                self._fill()
+            self._live.round(length, None)
+            cost = self._live.timings.rounds[-1]
+            # Where all rows end they are not read, and where none has room they draft less.
+            if cost.length == length and self._live.live:
+                return cost
+
+    def _fill(self) -> None:
+        while len(self._live.live) < self._rows:
+            new = [next(self._numbers) for _ in range(self._rows - len(self._live.live))]
+            self._live.admit([(number, next(self._prompts), number) for number in new])
+        self._live.done.clear()
+
+
+class _FillingDrafter(Drafter):
+    """Proposes as much as it is asked for: what the other drafter (None: none) leaves open is filled with a token that
+    stands for any, so that steps of every width can be timed."""
+
+    def __init__(self, inner: Drafter | None, length: int) -> None:
+        super().__init__()
+        self._inner, self._length = inner, length
+
+    @property
+    def needs(self) -> Needs:
+        return Needs() if self._inner is None else self._inner.needs
+
+    @property
+    def block_size(self) -> int:
+        return self._length
+
+    def session(self, target: "FrozenTarget", batch_size: int) -> Session:
+        inner = None if self._inner is None else self._inner.session(target, batch_size)
+        return _FillingSession(inner, batch_size, target.device)
+
+
+class _FillingSession(Session):
+    def __init__(self, inner: Session | None, batch_size: int, device: torch.device) -> None:
+        self._inner, self._num_rows, self._device = inner, batch_size, device
+
+    def share(self, cache: "TargetCache") -> None:
+        if self._inner is not None:
+            self._inner.share(cache)
+
+    def extend(
+        self, tokens_BT: Tensor, lengths_B: Tensor, anchor_B: Tensor, aux_BTLD: Tensor | None, last_BTD: Tensor | None
+    ) -> None:
+        if self._inner is not None:
+            self._inner.extend(tokens_BT, lengths_B, anchor_B, aux_BTLD, last_BTD)
+
+    def propose(self, length: int, draws: Draws) -> Proposal:
+        if self._inner is None:
+            proposal = empty_proposal(self._num_rows, self._device)
+        else:
+            proposal = self._inner.propose(length, draws)
+        return _filled(proposal, length)
+
+    def keep(self, rows: Tensor) -> None:
+        self._num_rows = len(rows)
+        if self._inner is not None:
+            self._inner.keep(rows)
+
+    def join(self, other: Self) -> None:
+        self._num_rows += other._num_rows
+        if self._inner is not None and other._inner is not None:
+            self._inner.join(other._inner)
+
+
+def _filled(proposal: Proposal, length: int) -> Proposal:
+    """The same with `length` drafts in every row; those added are points on the first token of the support."""
+    missing = length - proposal.tokens_BS.shape[1]
+    slots_S = torch.arange(length, device=proposal.tokens_BS.device)
+    is_added_BS = slots_S >= proposal.lengths_B[:, None]
+    if not bool(is_added_BS.any()):
+        return proposal
+    token = 0 if proposal.support_V is None else int(proposal.support_V[0])
+    tokens_BS = torch.nn.functional.pad(proposal.tokens_BS, (0, missing)).masked_fill(is_added_BS, token)
+    probs_BSV = proposal.probs_BSV
+    if probs_BSV is not None:
+        point_V = torch.zeros_like(probs_BSV[0, 0])
+        point_V[0] = 1
+        probs_BSV = torch.nn.functional.pad(probs_BSV, (0, 0, 0, missing))
+        probs_BSV = torch.where(is_added_BS[..., None], point_V, probs_BSV)
+    lengths_B = torch.full_like(proposal.lengths_B, length)
+    return replace(proposal, tokens_BS=tokens_BS, lengths_B=lengths_B, probs_BSV=probs_BSV, confidence_BS=None)
+
+
+def _verify_points(costs: Sequence[RoundCost]) -> list[VerifyPoint]:
+    groups: dict[tuple[int, int], list[float]] = {}
+    for cost in costs:
+        groups.setdefault((cost.rows, cost.rows * (1 + cost.length)), []).append(cost.verify_s)
+    return [_verify_point(rows, tokens, found) for (rows, tokens), found in sorted(groups.items())]
 
 
 def _verify_point(rows: int, tokens: int, seconds: Sequence[float]) -> VerifyPoint:

@@ -145,8 +145,8 @@ def simulate(
 ) -> Simulation:
     """Run a scheduler for every seed; None: no drafter at all, so that none reads along (`Off` pays for the reading).
 
-    A request takes a random prompt and walks through its text from a random round on, beginning again at the end; a
-    step gives it min(accepted, verified) + 1 tokens. Prefill is not part of it. Requests are the same for all
+    A request begins at a random round and walks through the text that it is of, beginning again at the end; a step
+    gives it min(accepted, verified) + 1 tokens. Prefill is not part of it. Requests are the same for all
     schedulers of a seed. A closed loop begins with requests of random progress. Raises ConfigError for a concurrency
     below 1.
     """
@@ -216,8 +216,7 @@ class _Requests:
 
     def _draw(self) -> None:
         generator, replay = self._generator, self._replay
-        prompts = generator.integers(len(replay.count_P), size=CHUNK)
-        rounds = replay.start_P[prompts] + generator.integers(replay.count_P[prompts])
+        rounds = generator.integers(len(replay.accepted_N), size=CHUNK)
         gaps_s = np.zeros(CHUNK) if self._rate is None else generator.exponential(1 / self._rate, size=CHUNK)
         times_s = self._clock_s + gaps_s.cumsum()
         self._clock_s = float(times_s[-1])
