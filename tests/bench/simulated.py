@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=16, help="prompts of each file")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--laps", type=int, default=16)
+    parser.add_argument("--laps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=20, help="of each schedule and batch size in a lap")
     parser.add_argument("--observations", type=Path, required=True)
     args = parser.parse_args()
@@ -84,8 +84,8 @@ def main() -> None:
     dialogues, _ = source_prompts(SourceConfig(path=args.prompts), encoder, wanted, room=1024)
     prompts = [dialogue.encode(()) for dialogue in dialogues]
     profiler = Profiler(target, drafter, prompts, ProfileConfig(rows=tuple(args.batch)))
-    # A few prompts where few rows are decoded, so that each is come to.
-    chosen = {batch: range(0, len(prompts), max(1, len(prompts) // (4 * batch))) for batch in args.batch}
+    # Few prompts where few rows are decoded, so that each is come to, as it is in the simulation.
+    chosen = {batch: range(0, len(prompts), max(1, len(prompts) // (2 * batch))) for batch in args.batch}
     loops = {}
     for batch in args.batch:
         own = [prompts[i] for i in chosen[batch]]
@@ -93,7 +93,8 @@ def main() -> None:
             policy = Policy(scheduler=scheduler, costs=planned, calibration=calibration)
             loops[batch, name] = Loop(target, drafter, own, policy, batch=batch, tokens=args.tokens)
     for lap in range(args.laps):
-        profiler.lap(counts=lap > 0)
+        for _ in range(2):
+            profiler.lap(counts=lap > 0)
         turn = lap % len(loops)
         for loop in [*loops.values()][turn:] + [*loops.values()][:turn]:
             for _ in range(args.rounds):
