@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "SIGNALS",
     "Batch",
     "Conversation",
     "Example",
@@ -19,6 +20,9 @@ __all__ = [
     "States",
     "StepOutput",
 ]
+
+# What tells how likely a draft is to stand: what the drafter's own head says, or its likeliest token's probability.
+SIGNALS = ("confidence", "likeliest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,8 @@ class Proposal:
     slots of each row. `probs_BSV` holds, for each slot, the distribution that it was drawn from, over `support_V`
     (token ids, or None = the whole vocabulary); for a later sibling that is the one before its earlier siblings were
     taken out. None where proposals are points: at temperature 0, and from drafters that do not draw. `confidence_BS`
-    is the probability that slot k survives given that the slots before it did; it may depend on tokens before k only.
+    is the probability that slot k survives given that the slots before it did, as the drafter says; `likeliest_BS` the
+    largest probability of the slot's distribution. Both may depend on tokens before k only.
     """
 
     tokens_BS: Tensor
@@ -151,12 +156,13 @@ class Proposal:
     probs_BSV: Tensor | None = None
     support_V: Tensor | None = None
     confidence_BS: Tensor | None = None
+    likeliest_BS: Tensor | None = None
 
-    def stated_confidence(self) -> Tensor:
-        """`confidence_BS`; 1 where the drafter says nothing, the largest probability of a point."""
-        if self.confidence_BS is None:
-            return torch.ones(self.tokens_BS.shape, device=self.tokens_BS.device)
-        return self.confidence_BS
+    def signal(self, name: str) -> Tensor:
+        """What it says of its drafts, [B, S], by one of SIGNALS: "likeliest", or "confidence", which is the likeliest
+        where the drafter says nothing else; 1, the largest probability of a point, where it has neither."""
+        said = self.confidence_BS if name == "confidence" and self.confidence_BS is not None else self.likeliest_BS
+        return torch.ones(self.tokens_BS.shape, device=self.tokens_BS.device) if said is None else said
 
     def cut(self, lengths_B: Tensor) -> "Proposal":
         """The same chain with `lengths_B` valid slots a row, and no more slots than the longest row has."""
@@ -169,4 +175,5 @@ class Proposal:
             lengths_B=lengths_B,
             probs_BSV=None if self.probs_BSV is None else self.probs_BSV[:, :width],
             confidence_BS=None if self.confidence_BS is None else self.confidence_BS[:, :width],
+            likeliest_BS=None if self.likeliest_BS is None else self.likeliest_BS[:, :width],
         )

@@ -145,7 +145,7 @@ def test_a_shorter_draft_is_a_prefix_of_a_longer_one(target, sampling):
     part = reader.session.propose(2, draws(sampling, 1))
     assert torch.equal(part.tokens_BS, whole.tokens_BS[:, :2])
     assert part.lengths_B.tolist() == [2]
-    torch.testing.assert_close(part.confidence_BS, whole.confidence_BS[:, :2])
+    torch.testing.assert_close(part.signal("confidence"), whole.signal("confidence")[:, :2])
 
 
 @pytest.mark.parametrize("confidence", [True, False])
@@ -157,7 +157,7 @@ def test_confidence_of_a_slot_does_not_see_its_token(target, confidence):
     seen: dict[tuple[int, ...], tuple[float, set[int]]] = {}
     for seed in range(60):
         proposal = reader.session.propose(2, draws(Sampling(temperature=1.0), 1, seed=seed))
-        tokens, sure = proposal.tokens_BS[0].tolist(), proposal.confidence_BS[0].tolist()
+        tokens, sure = proposal.tokens_BS[0].tolist(), proposal.signal("confidence")[0].tolist()
         for k in range(2):
             value, drawn = seen.setdefault(tuple(tokens[:k]), (sure[k], set()))
             assert value == sure[k]

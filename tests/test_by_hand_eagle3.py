@@ -118,4 +118,4 @@ def test_a_session_drafts_from_the_same_row():
     session.extend(batch.tokens_BT[:, :2], torch.tensor([2]), batch.tokens_BT[:, 2], batch.aux_BTLD[:, :2], None)
     proposal = session.propose(1, Draws(Sampling()))
     assert proposal.tokens_BS.tolist() == [[1]]
-    torch.testing.assert_close(proposal.confidence_BS, torch.tensor([[4 / 7]]))
+    torch.testing.assert_close(proposal.likeliest_BS, torch.tensor([[4 / 7]]))

@@ -40,6 +40,7 @@ def drawn(temperatures, biases, *, seed, num_rounds=20000, num_prompts=50, short
     counted_NG = torch.arange(num_slots) < proposed_N[:, None]
     return Observations(
         confidence_NG=logit_NG.sigmoid().masked_fill(~counted_NG, math.nan),
+        likeliest_NG=torch.full_like(logit_NG, 0.5).masked_fill(~counted_NG, math.nan),
         accepted_N=(stands_NG & counted_NG).long().cumprod(1).sum(1),
         proposed_N=proposed_N,
         prompt_N=torch.arange(num_rounds) * num_prompts // num_rounds,
@@ -211,6 +212,7 @@ def few(confidences, accepted, proposed=None):
     num_rounds, num_slots = confidence_NG.shape
     return Observations(
         confidence_NG=confidence_NG,
+        likeliest_NG=confidence_NG,
         accepted_N=torch.tensor(accepted),
         proposed_N=torch.full((num_rounds,), num_slots) if proposed is None else torch.tensor(proposed),
         prompt_N=torch.arange(num_rounds),
@@ -295,7 +297,7 @@ def test_the_file_gives_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": 2}, "schema is 2; this version reads 1"),
+        ({"schema": 2}, "schema is 3; this version reads 2"),
         ({"temperatures": [1.0]}, "1 temperatures and 2 biases"),
         ({"temperatures": [1.0, 0.0]}, "numbers above 0"),
         ({"temperatures": [1.0, "hot"]}, "damaged: ValueError"),

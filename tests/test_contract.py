@@ -165,7 +165,7 @@ def test_what_is_saved_is_loaded_to_the_bit_and_drafts_the_same(world, name, tmp
         first, second = (reading.propose(drafter.block_size, uniforms_BS) for reading in readings)
         assert torch.equal(first.tokens_BS, second.tokens_BS)
         assert torch.equal(first.lengths_B, second.lengths_B)
-        for one, other in ((first.probs_BSV, second.probs_BSV), (first.confidence_BS, second.confidence_BS)):
+        for one, other in ((first.probs_BSV, second.probs_BSV), (first.likeliest_BS, second.likeliest_BS)):
             assert (one is None and other is None) or torch.equal(one, other)
 
 

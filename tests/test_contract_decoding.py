@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafters.decoding.loop import DecodeConfig, decode
-from drafters.types import Sampling
+from drafters.types import SIGNALS, Sampling
 from tests.contract_cases import NAMES, TRAINED, Reading, shaken, small_world, taught, tiny_world, tree_of
 from tests.laws import ALPHA, chi_square_p, law_of, sample_texts
 from tests.test_lossless import generate
@@ -55,9 +55,9 @@ def test_proposals_are_what_they_say(world, name):
             assert (proposal.probs_BSV is None) == (uniforms_BS is None)
         if proposal.probs_BSV is not None:
             assert_drawn_from(proposal, world.target.spec.vocab_size)
-        if proposal.confidence_BS is not None:
-            assert proposal.confidence_BS.shape == proposal.tokens_BS.shape
-            assert 0 <= float(proposal.confidence_BS.min()) <= float(proposal.confidence_BS.max()) <= 1
+        for said_BS in map(proposal.signal, SIGNALS):
+            assert said_BS.shape == proposal.tokens_BS.shape
+            assert 0 <= float(said_BS.min()) <= float(said_BS.max()) <= 1
 
 
 def assert_drawn_from(proposal, vocab_size):
@@ -79,8 +79,8 @@ def test_a_second_proposal_is_the_first_and_a_shorter_one_its_beginning(world, n
         assert torch.equal(again.tokens_BS, whole.tokens_BS)
         assert torch.equal(short.tokens_BS, whole.tokens_BS[:, :1])
         assert torch.equal(short.lengths_B, whole.lengths_B.clamp(max=1))
-        if whole.confidence_BS is not None:
-            torch.testing.assert_close(short.confidence_BS, whole.confidence_BS[:, :1])
+        for signal in SIGNALS:
+            torch.testing.assert_close(short.signal(signal), whole.signal(signal)[:, :1])
 
 
 @every
@@ -102,7 +102,8 @@ def test_confidence_of_a_slot_does_not_know_its_draft(world, name):
         assert (found[0].tokens_BS[:, k] != found[-1].tokens_BS[:, k]).any()
         for one in found[1:]:
             assert torch.equal(one.tokens_BS[:, :k], found[0].tokens_BS[:, :k])
-            assert torch.equal(one.confidence_BS[:, : k + 1], found[0].confidence_BS[:, : k + 1])
+            for signal in SIGNALS:
+                assert torch.equal(one.signal(signal)[:, : k + 1], found[0].signal(signal)[:, : k + 1])
 
 
 def shapes(drafter):

@@ -86,7 +86,7 @@ def same_proposal(rows, model, length, sampling, seed):
     assert (proposal.probs_BSV is None) == (probs_BSV is None)
     if probs_BSV is not None:
         torch.testing.assert_close(proposal.probs_BSV, probs_BSV, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(proposal.confidence_BS, probs_BSV.amax(-1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(proposal.likeliest_BS, probs_BSV.amax(-1), rtol=1e-4, atol=1e-5)
     return proposal.tokens_BS.tolist()
 
 

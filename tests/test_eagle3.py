@@ -344,7 +344,7 @@ def test_proposing_leaves_no_trace(target, sampling):
     reader.keep([0])
     alone = reader.session.propose(STEPS, draws(sampling, 1))
     assert torch.equal(alone.tokens_BS, whole.tokens_BS[:1])
-    torch.testing.assert_close(alone.confidence_BS, whole.confidence_BS[:1])
+    torch.testing.assert_close(alone.likeliest_BS, whole.likeliest_BS[:1])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_p=0.95)], ids=["greedy", "sampled"])

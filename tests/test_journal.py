@@ -18,7 +18,10 @@ KEY = UnitKey("speed", "markov", 0, (3, 4))
 
 
 def unit(number=0):
-    rounds = [Round(4, 2, 3, True, 17), Round(7, 3, 2, False, 20, slots=(0, 2, 5), confidences=(0.5, 0.25))]
+    rounds = [
+        Round(4, 2, 3, True, 17),
+        Round(7, 3, 2, False, 20, slots=(0, 2, 5), confidences=(0.5, 0.25), likeliest=(0.75, 0.5)),
+    ]
     rows = [Generation(number, [5, 6, 49_151], rounds, "stop"), Generation(number + 1, [7], [], "length")]
     costs = [RoundCost(2, 4, 0.1, 1 / 3, 5e-324), RoundCost(1, 0, 1e-17, math.pi, 0.0)]
     return UnitResult(rows, RunTimings(prefill_s=0.1 + 0.2, rounds=costs))

@@ -14,7 +14,9 @@ from drafters.scheduling.observations import Observations
 
 
 def made(accepted, confidences=(0.9, 0.5, 0.25), *, full=True):
-    return Round(len(confidences), accepted, accepted + 1, full, 10, (), tuple(confidences))
+    return Round(
+        len(confidences), accepted, accepted + 1, full, 10, (), tuple(confidences), tuple(c / 2 for c in confidences)
+    )
 
 
 PROMPTS = [
@@ -48,6 +50,9 @@ def test_full_rounds_become_rows_in_order():
     nan = math.nan
     expected = [[0.9, 0.5, 0.25], [0.9, 0.5, 0.25], [nan] * 3, [0.75, 0.125, nan]]
     torch.testing.assert_close(seen.confidence_NG, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
+    torch.testing.assert_close(seen.likeliest_NG, seen.confidence_NG / 2, equal_nan=True)
+    assert seen.by("confidence") is seen
+    assert seen.by("likeliest").confidence_NG is seen.likeliest_NG
     assert seen.counted_NG.tolist() == [[True] * 3, [True] * 3, [False] * 3, [True, True, False]]
     assert seen.survived_NG.tolist() == [[True, True, False], [True] * 3, [False] * 3, [True, False, False]]
     assert seen.reached_NG.tolist() == [[True] * 3, [True] * 3, [False] * 3, [True, True, False]]
@@ -105,7 +110,7 @@ def without_prompts(path):
     [
         (lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be read"),
         (lambda path: path.unlink(), "cannot be read"),
-        (damaged("schema", lambda t: t + 1), "schema is 3; this version reads 2"),
+        (damaged("schema", lambda t: t + 1), "schema is 4; this version reads 3"),
         (without_prompts, "accepted: .*prompt_N"),
         (damaged("accepted_N", lambda t: t + 4), "0 <= accepted <= proposed <= 3"),
         (damaged("accepted_N", lambda t: t[1:].clone()), "another tensor has not"),

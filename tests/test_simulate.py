@@ -53,6 +53,7 @@ def recorded(accepted, *, num_slots=4, confidence=0.7, proposed=None, prompts=No
     confidence_NG = torch.full((len(accepted), num_slots), confidence, dtype=torch.float64)
     return Observations(
         confidence_NG=confidence_NG.masked_fill(slots_G >= proposed_N[:, None], math.nan),
+        likeliest_NG=(confidence_NG / 2).masked_fill(slots_G >= proposed_N[:, None], math.nan),
         accepted_N=accepted_N,
         proposed_N=proposed_N,
         prompt_N=torch.zeros_like(accepted_N) if prompts is None else torch.tensor(prompts),
@@ -79,6 +80,7 @@ def random_rounds(num_prompts=7, num_slots=4, seed=0):
             prompts.append(prompt)
     return Observations(
         confidence_NG=torch.tensor(np.array(confidence)),
+        likeliest_NG=torch.tensor(np.array(confidence)) / 2,
         accepted_N=torch.tensor(accepted),
         proposed_N=torch.tensor(proposed),
         prompt_N=torch.tensor(prompts),

@@ -2,10 +2,12 @@
 # other prompts, profiles are measured or given, thresholds and schedules are replayed, and a schedule decodes.
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from drafters.decoding.report import Report
 from drafters.errors import CheckpointError, ConfigError
@@ -101,7 +103,7 @@ def test_thresholds_are_swept_with_speeds_where_there_is_a_profile(world, studie
 def test_schedules_are_simulated_under_load(world, studied):
     evaluated(f"run={studied}", "task=simulate", *FEW, *on(world), f"out={world}/simulated")
     found = json.loads((world / "simulated" / "simulation.json").read_text())["simulations"]
-    names = {"no drafter", "off", "fixed", "prefix", "asynchronous", "gated"}
+    names = {"no drafter", "off", "fixed", "prefix", "asynchronous", "gated", "gated_prefix"}
     assert {(one["name"], one["concurrency"]) for one in found} == {(name, c) for name in names for c in (1, 3)}
     assert all(one["tokens_per_second"]["value"] > 0 for one in found)
     assert {path.suffix for path in (world / "simulated").iterdir()} == {".json", ".md", ".png", ".safetensors"}
@@ -144,6 +146,7 @@ def test_what_is_missing_is_named(world, studied):
             ConfigError,
             r"^task: method: got 'best'; accepted: temperature, affine",
         ),
+        (["task=calibrate", "task.signal=best"], ConfigError, r"^task: signal: got 'best'; accepted: auto, confidence"),
         (["task=profile", "task.rows=[0]"], ConfigError, r"rows: got \[0\]"),
         (["task=sweep", "+task.much=1"], ConfigError, "much"),
         (["schedule=fixed", "length=2"], ConfigError, r"^schedule: it decides how many drafts are verified"),
@@ -176,6 +179,29 @@ def test_what_was_recorded_is_judged_again_without_decoding(world, studied, monk
     evaluated(f"run={studied}", "task=calibrate", "task.fit=false", *own)
     assert json.loads((world / "again" / "reliability.json").read_text())["method"] == "affine"
     assert (studied / "drafter" / "calibration.json").read_bytes() == before
+
+
+def test_the_signal_that_says_more_is_calibrated(world):
+    """A confidence of pure chance beside a likeliest token's probability that is right, and the other way round."""
+    folder = make_run(world, "signals")
+    evaluated(f"run={folder}", "task=calibrate", *on(world))
+    path = only("calibrate/*", folder) / "observations.safetensors"
+    told = path.with_suffix(".json").read_bytes()
+    recorded = Observations.load(path)
+    right_NG = torch.where(recorded.survived_NG, 0.9, 0.1).double().masked_fill(~recorded.counted_NG, math.nan)
+    chance_NG = torch.full_like(right_NG, 0.5).masked_fill(~recorded.counted_NG, math.nan)
+    for confidence_NG, likeliest_NG, best in ((chance_NG, right_NG, "likeliest"), (right_NG, chance_NG, "confidence")):
+        made = world / f"{best}.safetensors"
+        replace(recorded, confidence_NG=confidence_NG, likeliest_NG=likeliest_NG).save(made)
+        made.with_suffix(".json").write_bytes(told)
+        given = (f"run={folder}", "task=calibrate", f"task.observations={made}", *on(world), f"out={world}/by-{best}")
+        evaluated(*given)
+        assert Calibration.load(folder / "drafter").signal == best
+        found = json.loads((world / f"by-{best}" / "reliability.json").read_text())
+        assert found["signal"] == best
+        assert found["squared_errors"][best] < min(v for name, v in found["squared_errors"].items() if name != best)
+        evaluated(*given, "task.signal=confidence")
+        assert Calibration.load(folder / "drafter").signal == "confidence"
 
 
 def test_a_stopped_calibration_goes_on(world, monkeypatch):

@@ -27,8 +27,10 @@ def recorded(num_rounds=200, seed=0):
     stands_NG = (torch.rand(num_rounds, 3, generator=generator) < confidence_NG) & (
         proposed_N[:, None] > torch.arange(3)
     )
+    said_NG = confidence_NG.masked_fill(torch.arange(3) >= proposed_N[:, None], math.nan)
     return Observations(
-        confidence_NG=confidence_NG.masked_fill(torch.arange(3) >= proposed_N[:, None], math.nan),
+        confidence_NG=said_NG,
+        likeliest_NG=said_NG,
         accepted_N=stands_NG.long().cumprod(1).sum(1),
         proposed_N=proposed_N,
         prompt_N=torch.zeros(num_rounds, dtype=torch.int64),

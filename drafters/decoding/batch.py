@@ -17,7 +17,7 @@ from drafters.decoding.verify import empty_proposal, seen_after, verify_chain
 from drafters.decoding.verify_tree import verify_tree
 from drafters.heads.base import Drafter, Session
 from drafters.scheduling.schedulers import Outcome
-from drafters.types import Needs, Proposal, StepOutput
+from drafters.types import SIGNALS, Needs, Proposal, StepOutput
 
 if TYPE_CHECKING:
     from drafters.decoding.loop import DecodeConfig
@@ -255,7 +255,7 @@ class LiveBatch:
         """Write the round into each row's text and history."""
         assert self.rows is not None
         proposed = proposal.lengths_B.tolist()
-        said = proposal.stated_confidence().tolist() if self.config.record_confidence else None
+        said = [proposal.signal(name).tolist() for name in SIGNALS] if self.config.record_confidence else []
         paths = None if kept.path_BD is None else kept.path_BD.tolist()
         columns = (kept.accepted_B, tokens_BS, kept.next_B, self.rows.context_B, kept.counted_B)
         deepest = shape if isinstance(shape, int) else shape.max_depth
@@ -268,8 +268,8 @@ class LiveBatch:
             gained = self._append(row, tokens)
             ends = accepted > stands and not self.stop_ids.isdisjoint(fed[1 : 1 + accepted])
             full = fits and gained == len(tokens) and not ends
-            sure = () if said is None else tuple(said[b][: proposed[b]])
-            row.rounds.append(Round(proposed[b], accepted, gained, full, context, slots, sure))
+            signals = (tuple(one[b][: proposed[b]]) for one in said)
+            row.rounds.append(Round(proposed[b], accepted, gained, full, context, slots, *signals))
             if on_round is not None:
                 on_round(row.prompt, row.rounds[-1], tokens[:gained], fed[1 : 1 + proposed[b]])
 

@@ -19,7 +19,7 @@ from drafters.files import flush
 
 __all__ = ["Journal", "UnitKey", "UnitResult"]
 
-SCHEMA = 2
+SCHEMA = 3
 NAME = re.compile(r"progress(\.rank\d+)?\.jsonl")
 
 

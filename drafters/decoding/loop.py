@@ -32,8 +32,8 @@ class DecodeConfig:
     = the target's end-of-sequence ids. `batch_size` rows are decoded at a time. `numbers` tell prompts apart that have
     the same seed, one each; None = their places. `policy` chooses, round by round, whether to draft and
     how many of the drafts to verify; without one all are. `record_confidence` keeps what the drafter says of its own
-    drafts. `advance` is the most tokens that a round may add to the text, which goes on as it would: what else was
-    accepted is counted and drafted anew (1: rounds from every place of a text); None = all."""
+    drafts, by every signal. `advance` is the most tokens that a round may add to the text, which goes on as it would:
+    what else was accepted is counted and drafted anew (1: rounds from every place of a text); None = all."""
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)

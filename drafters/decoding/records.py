@@ -13,7 +13,7 @@ class Round(NamedTuple):
     fitted under the limit, and no stop token cut it. Only full rounds count for acceptance. `context`: tokens of the
     text before the round, the anchor included. `slots`: the accepted slots of a draft tree, () for a chain.
     `confidences`: what the drafter itself said of each proposed draft, where that is recorded: the probability that it
-    stands if all before it do."""
+    stands if all before it do; `likeliest`: how probable the likeliest token was (see `Proposal.signal`)."""
 
     proposed: int
     accepted: int
@@ -22,6 +22,7 @@ class Round(NamedTuple):
     context: int
     slots: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
+    likeliest: tuple[float, ...] = ()
 
 
 class RoundCost(NamedTuple):

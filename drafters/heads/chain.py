@@ -22,7 +22,7 @@ def draft_chain(
 ) -> Proposal:
     """`length` drafts after each row's anchor; logits are over `support_V` (ids), or the whole vocabulary.
 
-    `confidence_BS` is the probability of the most probable token of each slot, for heads that know nothing better.
+    It says how probable the most probable token of each slot was; heads that know more of a draft add it.
     """
     tokens: list[Tensor] = []
     dists, sure = [], []
@@ -38,5 +38,5 @@ def draft_chain(
         lengths_B=torch.full_like(anchor_B, length),
         probs_BSV=torch.stack(dists, dim=1) if dists else None,
         support_V=support_V,
-        confidence_BS=torch.stack(sure, dim=1),
+        likeliest_BS=torch.stack(sure, dim=1),
     )

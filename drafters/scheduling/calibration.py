@@ -16,7 +16,7 @@ from torch import Tensor
 from drafters.checkpoint import write_whole
 from drafters.errors import CheckpointError, ConfigError
 from drafters.scheduling.observations import Observations
-from drafters.types import Sampling
+from drafters.types import SIGNALS, Sampling
 
 __all__ = [
     "METHODS",
@@ -30,7 +30,7 @@ __all__ = [
     "identity",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "calibration.json"
 IDENTITY = "identity"
 NUM_BINS = 15
@@ -46,7 +46,8 @@ Fit = Callable[[Tensor, Tensor, Tensor], tuple[float, float]]
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """sigmoid(logit(c_k) / T_k + b_k), T_k > 0: the order of confidences at a position stays. `method`: "temperature"
-    (biases are 0), "affine", or "identity". `sampling`: what it was fitted at. `provenance`: any JSON-able facts.
+    (biases are 0), "affine", or "identity". `signal`: which of SIGNALS c_k is. `sampling`: what it was fitted at.
+    `provenance`: any JSON-able facts.
 
     It reads c_k alone, so what it gives depends on tokens before k only, as the confidence does.
     Raises CheckpointError for values that are no calibration.
@@ -58,6 +59,7 @@ class Calibration:
     sampling: Sampling
     drafter_sha256: str
     target_hash: str
+    signal: str = "confidence"
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -239,6 +241,8 @@ def _problem(calibration: Calibration) -> str | None:
     """What is wrong with its values, if anything."""
     temperatures, biases, method = calibration.temperatures, calibration.biases, calibration.method
     accepted = (IDENTITY, *METHODS)
+    if calibration.signal not in SIGNALS:
+        return f"signal is {calibration.signal!r}, accepted: {', '.join(SIGNALS)}"
     if method not in accepted:
         return f"method is {method!r}, accepted: {', '.join(accepted)}"
     if not temperatures or len(temperatures) != len(biases):

@@ -12,7 +12,7 @@ from drafters.decoding.records import RunTimings
 from drafters.decoding.sampling import Draws
 from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
-from drafters.types import Sampling
+from drafters.types import SIGNALS, Sampling
 
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
@@ -36,13 +36,11 @@ def check_confidence(target: "FrozenTarget", drafter: Drafter, prompt: Tensor) -
     session, generator = batch.rows.session, torch.Generator().manual_seed(0)
     uniforms_1S = torch.rand(1, size, dtype=torch.float64, generator=generator)
     first = session.propose(size, Draws(SAMPLING, uniforms_1S.to(target.device)))
-    if first.confidence_BS is None:
-        return
     for slot in range(first.tokens_BS.shape[1]):
-        for _ in range(TRIES):
+        for name in SIGNALS * TRIES:
             other_1S = torch.cat([uniforms_1S[:, :slot], torch.rand(1, size - slot, generator=generator)], 1)
             again = session.propose(size, Draws(SAMPLING, other_1S.to(target.device)))
-            seen, kept = again.stated_confidence()[0, : slot + 1], first.confidence_BS[0, : slot + 1]
+            seen, kept = (one.signal(name)[0, : slot + 1] for one in (again, first))
             if not torch.allclose(seen, kept, rtol=1e-3, atol=1e-5):
                 raise ConfigError(
                     f"schedule: the confidence of {type(drafter).__name__} in draft {slot + 1} changes with that draft "

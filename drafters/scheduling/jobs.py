@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from drafters.checkpoint import write_error
 from drafters.decoding.dialogue import Dialogue
 from drafters.decoding.measure import Contestant, MeasureConfig, check_settings
@@ -22,6 +24,7 @@ from drafters.scheduling.observations import Observations
 from drafters.scheduling.policy import find_calibration, find_costs
 from drafters.scheduling.profile import CostProfile
 from drafters.scheduling.profiler import ProfileConfig, measure_profile
+from drafters.types import SIGNALS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +72,7 @@ class Job:
 
     def circumstances(self, *, everywhere: bool) -> dict[str, Any]:
         """What rounds are recorded under."""
-        return {"schema": 2, **self.hashes, "sampling": asdict(self.config.sampling), "everywhere": everywhere}
+        return {"schema": 3, **self.hashes, "sampling": asdict(self.config.sampling), "everywhere": everywhere}
 
     def provenance(self) -> dict[str, Any]:
         """What the files say of where they come from."""
@@ -78,17 +81,21 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """`method`: of `calibration.fit`. `fit` False judges the stored calibration and changes nothing. `observations`:
-    what an earlier task=calibrate recorded, in place of decoding."""
+    """`method`: of `calibration.fit`. `signal`: which of SIGNALS is calibrated; "auto" = the one that says more, by
+    cross-validation. `fit` False judges the stored calibration and changes nothing. `observations`: what an earlier
+    task=calibrate recorded, in place of decoding."""
 
     name: str = "calibrate"
     method: str = "affine"
+    signal: str = "auto"
     fit: bool = True
     observations: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method: got '{self.method}'; accepted: {', '.join(METHODS)}")
+        if self.signal not in ("auto", *SIGNALS):
+            raise ValueError(f"signal: got '{self.signal}'; accepted: auto, {', '.join(SIGNALS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +185,6 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
     into the folder of the place; returns what stands in the first, or nothing where another process writes.
     """
     from drafters.scheduling.reliability import (
-        cross_validated,
         draw_reliability,
         measure_reliability,
         reliability_tables,
@@ -189,21 +195,16 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
     observations = observe(job) if config.observations is None else recorded(job, config.observations)
     if not job.is_first:
         return {}
+    errors: dict[str, float] = {}
     if stored is None:
-        judged_NG = cross_validated(observations, method=config.method)
-        temperatures, biases = fit(observations, method=config.method)
-        calibration = Calibration(
-            temperatures=temperatures,
-            biases=biases,
-            method=config.method,
-            sampling=job.config.sampling,
-            **job.hashes,
-            provenance={**job.provenance(), "rounds": observations.num_rounds},
-        )
+        calibration, observations, judged_NG, errors = _fitted(job, config, observations)
     else:
-        calibration, judged_NG = stored, stored.apply(observations.confidence_NG)
+        calibration, observations = stored, observations.by(stored.signal)
+        judged_NG = stored.apply(observations.confidence_NG)
     found = {
-        "schema": 1,
+        "schema": 2,
+        "signal": calibration.signal,
+        "squared_errors": errors,
         "method": calibration.method,
         "fitted_here": config.fit,
         "temperatures": list(calibration.temperatures),
@@ -217,6 +218,30 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
     page = f"# Confidence against what stood\n\n{reliability_to_markdown(found)}"
     write_study(job.place.out, "reliability", found, page, draw_reliability(observations, judged_NG))
     return found
+
+
+def _fitted(
+    job: Job, config: CalibrateConfig, observations: Observations
+) -> tuple[Calibration, Observations, Tensor, dict[str, float]]:
+    """The calibration of the signal that says most, the rounds by that signal, what it says of each by what the others
+    taught, and the squared errors of all signals."""
+    from drafters.scheduling.reliability import cross_validated, squared_error
+
+    names = SIGNALS if config.signal == "auto" else (config.signal,)
+    judged = {name: cross_validated(observations.by(name), method=config.method) for name in names}
+    errors = {name: squared_error(observations, values_NG) for name, values_NG in judged.items()}
+    signal = min(names, key=lambda name: errors[name])
+    temperatures, biases = fit(observations.by(signal), method=config.method)
+    calibration = Calibration(
+        temperatures=temperatures,
+        biases=biases,
+        method=config.method,
+        sampling=job.config.sampling,
+        **job.hashes,
+        signal=signal,
+        provenance={**job.provenance(), "rounds": observations.num_rounds},
+    )
+    return calibration, observations.by(signal), judged[signal], errors
 
 
 def profile(job: Job, config: ProfileTask) -> CostProfile:

@@ -2,7 +2,7 @@
 # A small table that can be stored, so that a drafter is decoded once and calibrated, judged and simulated many times.
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,11 @@ from drafters.files import save_tensors
 
 __all__ = ["Observations"]
 
-SCHEMA = 2
+SCHEMA = 3
 AGAIN = "decode the prompts again"
 TYPES = {
     "confidence_NG": torch.float64,
+    "likeliest_NG": torch.float64,
     "accepted_N": torch.int64,
     "proposed_N": torch.int64,
     "prompt_N": torch.int64,
@@ -32,11 +33,13 @@ TYPES = {
 @dataclass(frozen=True, kw_only=True)
 class Observations:
     """N full rounds of up to G drafts. `confidence_NG`: the drafter's own confidence, conditional (draft k stands,
-    given that 1..k-1 do), NaN beyond `proposed_N`. `prompt_N`: which prompt a round is of; rounds of a prompt follow
-    each other in order. `context_N`: tokens of the text before the round, the anchor included. Raises DataError for
-    other types, shapes or values, and for no rounds at all."""
+    given that 1..k-1 do), `likeliest_NG` how probable its likeliest token was; both NaN beyond `proposed_N`.
+    `prompt_N`: which prompt a round is of; rounds of a prompt follow each other in order. `context_N`: tokens of the
+    text before the round, the anchor included. Raises DataError for other types, shapes or values, and for no rounds at
+    all."""
 
     confidence_NG: Tensor
+    likeliest_NG: Tensor
     accepted_N: Tensor
     proposed_N: Tensor
     prompt_N: Tensor
@@ -57,7 +60,7 @@ class Observations:
                 "give more prompts, or a higher max_new_tokens"
             )
         for prompt, r in rounds:
-            if len(r.confidences) != r.proposed:
+            if len(r.confidences) != r.proposed or len(r.likeliest) != r.proposed:
                 raise DataError(
                     f"observations: a round of prompt {prompt} has {r.proposed} drafts and {len(r.confidences)} "
                     "confidences; accepted: one a draft: use a drafter with confidence, and record them"
@@ -66,9 +69,14 @@ class Observations:
                 raise DataError(
                     f"observations: a round of prompt {prompt} has {r.proposed} drafts; accepted: at most {num_slots}"
                 )
-        confidences = [[*r.confidences, *[float("nan")] * (num_slots - r.proposed)] for _, r in rounds]
+
+        def padded(values: list[tuple[float, ...]]) -> Tensor:
+            rows = [[*row, *[float("nan")] * (num_slots - len(row))] for row in values]
+            return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), num_slots)
+
         return cls(
-            confidence_NG=torch.tensor(confidences, dtype=torch.float64).reshape(len(rounds), num_slots),
+            confidence_NG=padded([r.confidences for _, r in rounds]),
+            likeliest_NG=padded([r.likeliest for _, r in rounds]),
             accepted_N=torch.tensor([r.accepted for _, r in rounds]),
             proposed_N=torch.tensor([r.proposed for _, r in rounds]),
             prompt_N=torch.tensor([prompt for prompt, _ in rounds]),
@@ -101,6 +109,10 @@ class Observations:
     @property
     def _positions_G(self) -> Tensor:
         return torch.arange(1, self.num_slots + 1)
+
+    def by(self, signal: str) -> "Observations":
+        """The same rounds, whose confidence is one of SIGNALS."""
+        return replace(self, confidence_NG=self.likeliest_NG) if signal == "likeliest" else self
 
     def where(self, kept_N: Tensor) -> "Observations":
         """The rounds where `kept_N` is True."""
@@ -136,8 +148,10 @@ def _problem(tensors: dict[str, Tensor]) -> str | None:
             return f"{name} is {tensors[name].dtype}, accepted: {dtype}"
         if tensors[name].ndim != len(name.split("_")[1]):
             return f"{name} has shape {list(tensors[name].shape)}"
-    confidence_NG, accepted_N, proposed_N, prompt_N, context_N = (tensors[name] for name in TYPES)
+    confidence_NG, likeliest_NG, accepted_N, proposed_N, prompt_N, context_N = (tensors[name] for name in TYPES)
     num_rounds, num_slots = confidence_NG.shape
+    if likeliest_NG.shape != confidence_NG.shape:
+        return f"likeliest_NG has shape {list(likeliest_NG.shape)}, confidence_NG {list(confidence_NG.shape)}"
     if not num_rounds or not num_slots:
         return f"{num_rounds} rounds of {num_slots} drafts, accepted: 1 or more of each"
     if any(len(values_N) != num_rounds for values_N in (accepted_N, proposed_N, prompt_N, context_N)):
@@ -145,9 +159,8 @@ def _problem(tensors: dict[str, Tensor]) -> str | None:
     if (accepted_N < 0).any() or (accepted_N > proposed_N).any() or (proposed_N > num_slots).any():
         return f"accepted and proposed drafts do not fit 0 <= accepted <= proposed <= {num_slots}"
     counted_NG = proposed_N[:, None] > torch.arange(num_slots)
-    # A comparison with NaN is false: a proposed draft has a value, the others have none.
-    if not torch.equal((confidence_NG >= 0) & (confidence_NG <= 1), counted_NG) or (
-        not confidence_NG[~counted_NG].isnan().all()
-    ):
-        return "a confidence is not in 0..1 where a draft was proposed, or not NaN where none was"
+    for said_NG in (confidence_NG, likeliest_NG):
+        is_right_NG = torch.where(counted_NG, (said_NG >= 0) & (said_NG <= 1), said_NG.isnan())
+        if not is_right_NG.all():
+            return "a confidence is not in 0..1 where a draft was proposed, or not NaN where none was"
     return None

@@ -60,10 +60,10 @@ class Policy:
 
     def survival(self, proposal: Proposal) -> Tensor:
         """The calibrated probability [B, S] that each draft and all before it stand; 0 where a row has no draft."""
-        confidence_BS = proposal.stated_confidence()
-        survival_BS = (
-            confidence_BS.cumprod(-1) if self.calibration is None else self.calibration.survival(confidence_BS)
-        )
+        if self.calibration is None:
+            survival_BS = proposal.signal("confidence").cumprod(-1)
+        else:
+            survival_BS = self.calibration.survival(proposal.signal(self.calibration.signal))
         slots_S = torch.arange(survival_BS.shape[1], device=survival_BS.device)
         return survival_BS.masked_fill(slots_S >= proposal.lengths_B[:, None], 0.0)
 
@@ -73,6 +73,7 @@ class Policy:
             "scheduler": type(self.scheduler).__name__,
             "settings": asdict(self.scheduler),  # type: ignore[call-overload]
             "calibration": None if self.calibration is None else self.calibration.method,
+            "signal": "confidence" if self.calibration is None else self.calibration.signal,
         }
 
 

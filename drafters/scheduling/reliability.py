@@ -38,6 +38,7 @@ KINDS = {
 }
 SHARES = ("draft", "rounds", "accepted", "said")
 NUM_DRAWS = 200
+SIGNAL_NAMES = {"confidence": "the drafter's own confidence", "likeliest": "its likeliest token's probability"}
 NUM_RESAMPLES = 1000
 
 # (probability, label, prompt), [N] each.
@@ -65,6 +66,13 @@ def cross_validated(observations: Observations, *, method: str, folds: int = 5, 
         temperatures, biases = fit(observations.where(~judged_N), method=method)
         found_NG[judged_N] = calibrate(found_NG[judged_N], temperatures, biases)
     return found_NG
+
+
+def squared_error(observations: Observations, calibrated_NG: Tensor) -> float:
+    """Mean squared error of cumulative confidences, over all drafts that were proposed: what tells signals apart, since
+    both an error of calibration and one of telling drafts apart add to it."""
+    error_NG = (calibrated_NG.cumprod(1) - observations.survived_NG.double()) ** 2
+    return float(error_NG[observations.counted_NG].mean())
 
 
 def measure_reliability(observations: Observations, calibrated_NG: Tensor, *, seed: int = 0) -> dict[str, Any]:
@@ -128,8 +136,9 @@ def chance_errors(probability_N: Tensor, *, seed: int) -> Tensor:
 
 
 def reliability_sections(found: Mapping[str, Any]) -> list[Section]:
-    """One table a kind of confidence, of what `measure_reliability` found."""
+    """One table a kind of confidence, of what `measure_reliability` found, and what was found of signals."""
     notes = [
+        *_signals(found),
         "In percent, but skill and AUC. Said: the mean confidence, raw. Error: the mean distance of confidence from "
         "the share accepted, 15 bins; its 95 % interval by prompt, mirrored, since chance only adds to an error: it "
         "may end below the figure. By chance: what true confidences would show with so few rounds. Skill: how much of "
@@ -225,6 +234,15 @@ def _row(k: int, raw: Mapping[str, Any], calibrated: Mapping[str, Any]) -> list[
         error += f" [{low}, {high}]"
     scores = [_number(calibrated[name]) for name in ("brier_skill", "auc")]
     return [str(k), f"{raw['rounds']:,}", *shares, error, _percent(calibrated["ece_floor"]), *scores]
+
+
+def _signals(found: Mapping[str, Any]) -> list[str]:
+    """What is said of the signal, where it was chosen."""
+    if "signal" not in found:
+        return []
+    told = ", ".join(f"{1000 * error:.1f} of {SIGNAL_NAMES[name]}" for name, error in found["squared_errors"].items())
+    errors = f" Squared errors of all drafts up to one, calibrated, in thousandths: {told}." if told else ""
+    return [f"Signal: {SIGNAL_NAMES[found['signal']]}.{errors}"]
 
 
 def _percent(share: float | None) -> str:

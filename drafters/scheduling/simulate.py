@@ -73,7 +73,7 @@ class Replay:
     """
 
     def __init__(self, observations: Observations, calibration: Calibration | None = None) -> None:
-        raw_NG = observations.confidence_NG
+        raw_NG = observations.by("confidence" if calibration is None else calibration.signal).confidence_NG
         survival_NG = raw_NG.cumprod(1) if calibration is None else calibration.survival(raw_NG)
         survival_NG = torch.where(observations.counted_NG, survival_NG.double(), 0.0)
         prompts_N, order_N = observations.prompt_N.sort(stable=True)

@@ -65,8 +65,10 @@ def sweep_thresholds(job: Job, config: SweepTask) -> dict[str, Any]:
     """What each threshold gives, in tokens per second too where there is a profile. Writes sweep.json, sweep.md and
     sweep.png into the folder of the place."""
     observations = recorded(job, config.observations)
-    raw_NG = observations.confidence_NG
-    confidence_NG = job.calibration().apply(raw_NG) if job.calibrated else raw_NG
+    confidence_NG = raw_NG = observations.confidence_NG
+    if job.calibrated:
+        calibration = job.calibration()
+        confidence_NG = calibration.apply(observations.by(calibration.signal).confidence_NG)
     has_profile = job.profile is not None or (job.folder is not None and profile_of(job.folder).is_file())
     costs = job.costs() if has_profile else None
     rows = sweep(observations, confidence_NG, config.thresholds, costs)

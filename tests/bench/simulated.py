@@ -1,11 +1,8 @@
-# The simulator against the real batched loop: tokens per second of all rows, by batch size and schedule. Loops are
-# closed: a row that ends is followed by the next prompt at once. Machines drift, so everything goes on in laps: costs
-# are timed, then every schedule at every batch size decodes some rounds. Loops and simulations have the same prompts.
-#
+# The simulator against the real batched loop, tokens per second by batch size and schedule. Loops are closed: a row that
+# ends is followed by the next prompt at once. Machines drift, so all goes on in laps: costs are timed, then every loop
+# decodes some rounds. FILE is the observations.safetensors of task=simulate on the same prompts (turns=1
+# num_prompts=EACH); the run needs task=calibrate and task=profile too.
 #     python -m tests.bench.simulated --run outputs/markov-smollm2 --prompts a.jsonl b.jsonl --observations FILE
-#
-# The run needs task=calibrate and task=profile before; FILE is the observations.safetensors of task=simulate on the
-# same prompts (source=jsonl source.path=[a.jsonl,b.jsonl] turns=1 num_prompts=EACH).
 
 import argparse
 from itertools import count, cycle
