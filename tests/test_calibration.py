@@ -297,7 +297,7 @@ def test_the_file_gives_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": 2}, "schema is 3; this version reads 2"),
+        ({"schema": 3}, "schema is 3; this version reads 2"),
         ({"temperatures": [1.0]}, "1 temperatures and 2 biases"),
         ({"temperatures": [1.0, 0.0]}, "numbers above 0"),
         ({"temperatures": [1.0, "hot"]}, "damaged: ValueError"),
