@@ -1,7 +1,7 @@
 # The simulator against the real batched loop: tokens per second by batch size and schedule. Loops are closed: where a
-# row ends, the next prompt begins. Machines drift, so all goes on in laps: costs are timed, then loops decode some rounds.
-# FILE is the observations.safetensors of task=simulate on the same prompts (turns=1 num_prompts=EACH); the run
-# needs task=calibrate and task=profile too.
+# row ends, the next prompt begins. Machines drift, so all goes on in laps, in which costs are timed and every loop
+# decodes some rounds. FILE is the observations.safetensors of task=simulate on the same prompts (turns=1
+# num_prompts=EACH); the run needs task=calibrate and task=profile too.
 #     python -m tests.bench.simulated --run outputs/markov-smollm2 --prompts a.jsonl b.jsonl --observations FILE
 
 import argparse
