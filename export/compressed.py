@@ -172,8 +172,8 @@ def read_quantized(tensors: Mapping[str, Tensor], name: str, config: Mapping[str
     if values.dtype != expected:
         raise CheckpointError(f"{main}: got {values.dtype}, expected {expected} by its quantization_config")
     rows, width = values.shape
-    groups = 1 if scheme.group_size is None else -(-width // scheme.group_size)
-    if width % groups:
+    groups = 1 if scheme.group_size is None else width // scheme.group_size
+    if scheme.group_size is not None and width % scheme.group_size:
         raise ConfigError(
             f"{name}: {width} columns in groups of {scheme.group_size}; accepted: groups that divide them"
         )
