@@ -109,7 +109,11 @@ class Facts:
         keys = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
         said = {key: self.config[key] for key in keys if self.config.get(key) is not None}
         said.setdefault("max_position_embeddings", self.spec.max_position)
-        theta, frequencies, scaling = rope_numbers(SimpleNamespace(**said), head_dim=self.spec.head_dim)
+        try:
+            theta, frequencies, scaling = rope_numbers(SimpleNamespace(**said), head_dim=self.spec.head_dim)
+        except (KeyError, TypeError, ValueError) as error:
+            self.problems.append(f"its rotary settings cannot be read: {error}")
+            return
         parameters = said.get("rope_parameters") or said.get("rope_scaling") or {}
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         partial = float(parameters.get("partial_rotary_factor") or 1.0)
@@ -145,7 +149,7 @@ def block_node(facts: Facts) -> dict[str, Any]:
     if facts.need("mask_token_id") not in (None, spec.mask_token_id):
         given = facts.get("mask_token_id")
         facts.problems.append(
-            f"mask_token_id is {given}, the target's {spec.mask_token_id}; set target.mask_token={given}"
+            f"mask_token_id is {given}, the target's {spec.mask_token_id}; give target.mask_token={given}"
         )
     _check_logits(facts)
     sequential = _sequential(facts)
@@ -203,8 +207,8 @@ def _block_layers(facts: Facts) -> list[int]:
 def _check_layers(facts: Facts, found: tuple[int, ...]) -> None:
     if not found:
         facts.problems.append(
-            "the target's layers that it reads are missing (for EAGLE-3 most engines guess the outputs of 1, N // 2 - 1 "
-            "and N - 4, of N layers); give layer_ids="
+            "the target's layers that it reads are missing (for EAGLE-3 most engines guess the outputs of layers 1, "
+            "N // 2 - 1 and N - 4 of N); give layer_ids="
         )
     if -1 in found:
         facts.problems.append("it reads the target's embedding, which our drafters cannot")

@@ -130,7 +130,7 @@ class BlockEngine(Engine):
         context = self.norm(self.linear(self.layer_states(tokens_T), "fc"), "hidden_norm")
         before, slots = torch.arange(position), position + torch.arange(size)
         mask = torch.ones(size, position + size, dtype=torch.bool)
-        if (window := self.layers["sliding_window"]) is not None:
+        if (window := self.layers.get("sliding_window")) is not None:
             oldest = slots - window + 1 if seen == "engine" else (slots[:1] - window).expand(size)
             mask[:, :position] = before >= oldest[:, None]
         x = self.embedding_VD[torch.tensor([anchor] + [self.config["mask_token_id"]] * (size - 1))]
