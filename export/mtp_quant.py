@@ -11,7 +11,7 @@ from drafters.errors import ConfigError
 from export.compressed import manifest_of
 from export.mtp_names import Spelling, module_prefix
 from export.quantize import DTYPES, Scheme
-from export.stitch import Stored, read_json
+from export.stitch import FLOATS, Stored, read_json
 
 __all__ = ["KEY", "as_float", "group_of", "is_quantized", "method_of", "quantized_config", "schemes_of"]
 
@@ -116,9 +116,9 @@ def schemes_of(
         found = {
             key.removeprefix(f"{mine}."): (one.shape, one.dtype)
             for key, one in stored.items()
-            if key.startswith(f"{mine}.") and key != f"{mine}.bias"
+            if key.startswith(f"{mine}.") and not key.endswith("bias")
         }
-        if found.keys() == {"weight"} and found["weight"][1] in ("F64", "F32", "BF16", "F16"):
+        if found.keys() == {"weight"} and found["weight"][1] in FLOATS:
             continue
         scheme = _scheme(group_of(config, mine), mine, found)
         wanted = {
@@ -241,5 +241,5 @@ def _with_joined(modules: Iterable[str]) -> list[str]:
     names = list(modules)
     for name in list(names):
         parent, _, last = name.rpartition(".")
-        names += [f"{parent}.{joined}" for joined, parts in JOINED.items() if last in parts and "experts" not in parent]
+        names += [f"{parent}.{joined}" for joined, parts in JOINED.items() if last in parts and ".experts." not in name]
     return list(dict.fromkeys(names))

@@ -261,7 +261,7 @@ def _write(tensors: Mapping[str, Tensor | Stored], path: Path, metadata: Mapping
             if isinstance(one, Stored):
                 _copy_bytes(one, stream)
             elif one.numel():
-                stream.write(memoryview(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                stream.write(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     path.chmod(0o644)
 
 

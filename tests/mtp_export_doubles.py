@@ -2,6 +2,7 @@
 # computation of multi-token prediction read off a stitched folder alone, with none of our code in between.
 
 import json
+import re
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from drafters.checkpoint import save_drafter
+from export.compressed import quantization_config, tensors_of
+from export.quantize import quantize
 from export.source import open_source
 from tests.mtp_doubles import make_mtp
 from tests.session_cases import Reader
@@ -125,3 +128,29 @@ class Published:
         rotary = self.model.model.rotary_emb(x_TD[None], positions)
         out = self.layer(x_TD[None], attention_mask=mask, position_ids=positions, position_embeddings=rotary)
         return (out[0] if isinstance(out, tuple) else out)[0]
+
+
+def quantized_folder(folder, out, scheme, *, floats=(r"mlp\.gate$",)):
+    """A quantized copy of a target's folder: the projections of its layers but those that `floats` name."""
+    tensors = load_file(folder / "model.safetensors")
+    stored = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        is_projection = re.search(r"layers\.\d+\..*_proj(_with_mqa)?\.weight$", name)
+        if is_projection and not any(re.search(pattern, module) for pattern in floats):
+            stored.update(tensors_of(module, quantize(tensor, scheme, name=name), torch.bfloat16))
+        else:
+            stored[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    ignore = [*(f"re:.*{pattern}" for pattern in floats), "re:.*lm_head$"]
+    config["quantization_config"] = quantization_config(scheme, ignore=ignore)
+    out.mkdir()
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def is_ignored(config, name):
+    """Whether an engine takes the module that it calls `name` for a float one (compressed-tensors)."""
+    entries = config["quantization_config"]["ignore"]
+    return any(re.match(e[3:], name) if e.startswith("re:") else e == name for e in entries)
