@@ -197,6 +197,15 @@ class Plan:
         block = {f"depths.0.block.{name}": tensor for name, tensor in state.items()}
         return {**norms, "depths.0.input_proj.weight": projection, **block}
 
+    def first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the module that is exported."""
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("depths.0.")}
+
+    def is_offset(self, name: str) -> bool:
+        """Whether the file holds this gain less one."""
+        projection = f"{self.spelling.parts['input_proj']}.weight"
+        return self.spelling.offset_norms and not name.startswith(self.block_prefix) and not name.endswith(projection)
+
     def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return to_file(tensors, self.spelling, num_layers=self.num_layers)
 

@@ -23,7 +23,7 @@ __all__ = [
     "DTYPE_NAMES",
     "Stitch",
     "Stored",
-    "load",
+    "load_stored",
     "read_json",
     "restore",
     "stitch",
@@ -115,7 +115,7 @@ def stored_metadata(file: Path) -> dict[str, str]:
     return _header(file)[1]
 
 
-def load(stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+def load_stored(stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     """The tensors as they are in their files."""
     from safetensors import safe_open
 

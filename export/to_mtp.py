@@ -4,24 +4,39 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
-from export import table
+from export import mtp_serving, table
 from export.compressed import manifest_of, read_quantized
 from export.families import family_of, vocabulary_of
+from export.importing import drafter_of
 from export.mtp_names import Spelling, from_file, model_type_of, module_prefix, spelling_of, text_section
 from export.mtp_plan import Options, Plan, check
-from export.mtp_quant import KEY, group_of, is_quantized, method_of
-from export.quantize import DTYPES
+from export.mtp_quant import KEY, group_of, method_of
+from export.quantize import DTYPES, error_bound, quantize
+from export.selfcheck import ROUNDING
+from export.selfcheck import stored_in_safetensors as stored
 from export.source import Source
-from export.stitch import CONFIG, DTYPE_NAMES, Stitch, Stored, load, read_json, stitch, stored_metadata, stored_tensors
+from export.stitch import (
+    CONFIG,
+    DTYPE_NAMES,
+    Stitch,
+    Stored,
+    load_stored,
+    read_json,
+    stitch,
+    stored_metadata,
+    stored_tensors,
+)
 
-__all__ = ["Options", "manifest", "notes", "read", "refuse", "write"]
+__all__ = ["Options", "bounds", "commands", "load", "manifest", "notes", "read", "refuse", "stored", "write"]
 
 METADATA = "drafter"
 DEFAULT = Options()
@@ -67,8 +82,7 @@ def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) 
     plan = Plan(source, options)
     tensors: dict[str, Tensor | Stored] = {}
     if options.mtp_quant != "absent":
-        first = {name: tensor for name, tensor in source.tensors.items() if name.startswith("depths.0.")}
-        for name, tensor in plan.renamed(first).items():
+        for name, tensor in plan.renamed(plan.first(source.tensors)).items():
             tensors.update(plan.stored_form(name, tensor))
     config, files = plan.new_config()
     settings = {key: value for key, value in plan.node.items() if key != "target_config"}
@@ -90,47 +104,58 @@ def read(folder: Path, *, spec: TargetSpec) -> tuple[dict[str, Any], dict[str, T
     section, spelling = text_section(config), spelling_of(model_type_of(config))
     num_layers, count = section["num_hidden_layers"], section.get(spelling.count_key, 1)
     prefixes = tuple(module_prefix(spelling, i, num_layers=num_layers) for i in range(count))
-    stored = {name: one for name, one in stored_tensors(folder).items() if name.startswith(prefixes)} if count else {}
-    if not stored:
+    found = {name: one for name, one in stored_tensors(folder).items() if name.startswith(prefixes)} if count else {}
+    if not found:
         raise CheckpointError(f"{folder}: holds no module for multi-token prediction; give a folder that does")
     if spelling.num_modules is not None and count > spelling.num_modules:
         raise ConfigError(f"{folder}: {count} modules share a projection; accepted: {spelling.num_modules}")
-    tensors = from_file(_as_floats(load(stored), config), spelling, num_layers=num_layers, count=count)
+    tensors = from_file(_as_floats(load_stored(found), config), spelling, num_layers=num_layers, count=count)
     expected = (spec.hidden_size, 2 * spec.hidden_size)
     projection = tensors.get("depths.0.input_proj.weight")
     if projection is None or tuple(projection.shape) != expected:
-        found = "none" if projection is None else list(projection.shape)
-        raise CheckpointError(f"{folder}: its module's projection is {found}, expected {list(expected)}")
-    metadata = stored_metadata(next(iter(stored.values())).file)
+        size = "none" if projection is None else list(projection.shape)
+        raise CheckpointError(f"{folder}: its module's projection is {size}, expected {list(expected)}")
+    metadata = stored_metadata(next(iter(found.values())).file)
     settings = json.loads(metadata[METADATA]) if METADATA in metadata else _published(spelling, count)
     return {**settings, "target_config": _target_config(section)}, tensors
 
 
-def notes(source: Source, *, options: Options = DEFAULT) -> tuple[str, ...]:
-    """What to know before serving the folder: how many drafts to ask for, and where an engine runs something else than
-    what was trained."""
+def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Tensor]:
+    """By our names, how far each weight that is exported may be off when it comes back."""
     plan = Plan(source, options)
     if options.mtp_quant == "absent":
-        return ("This copy of the target has no module for multi-token prediction, and its config says so.",)
-    drafts, kind = plan.node["block_size"], plan.spelling.name
-    told = [f"Ask for {drafts} draft token{'s' if drafts > 1 else ''} (vLLM: method mtp; SGLang: NEXTN)."]
-    if drafts > 1:
-        told.append(
-            "Every depth was trained on a sequence of its own; engines run the module again on the keys and values of "
-            "its first depth, and accept the drafts after the first less often than measured here."
-        )
-    if plan.model_type == "glm4_moe" and drafts > 1:
-        told.append("vLLM feeds back the state before the final norm in this family: ask it for 1 draft token.")
-    if kind == "mimo":
-        told.append(
-            "SGLang gives the module the target's state after its final norm, as trained; vLLM gives the one before, "
-            "and accepts less."
-        )
-    if kind != "qwen":
-        told.append("vLLM takes zeros for the embedding in the first row of a text; training does not.")
-    if kind == "mimo" and options.mtp_quant == "float" and is_quantized(plan.target, plan.config):
-        told.append("vLLM takes the block for quantized as the target's first layer is: it needs mtp_quant=quantized.")
-    return tuple(told)
+        return {}
+    off: dict[str, Tensor] = {}
+    for name, tensor in plan.renamed(plan.first(source.tensors)).items():
+        scheme, dtype = plan.scheme(name), plan.dtype_of(name)
+        if scheme is not None:
+            off[name] = error_bound(quantize(tensor, scheme, name=name)) * (1 + 1e-5)
+        else:
+            relative, absolute = ROUNDING[next(key for key, one in DTYPES.items() if one == dtype)]
+            off[name] = tensor.abs() * relative + absolute
+            if plan.is_offset(name):
+                off[name] += (tensor.abs() + 2) * 2.0**-24  # one is taken off, and added again
+    plain = replace(plan.spelling, offset_norms=False)
+    return from_file(off, plain, num_layers=plan.num_layers, count=1)
+
+
+def load(folder: Path, *, source: Source) -> Drafter | None:
+    """The drafter that the folder holds, float32; None where its config says that it holds none."""
+    config = read_json(folder / CONFIG)
+    if text_section(config).get(spelling_of(model_type_of(config)).count_key) == 0:
+        return None
+    node, tensors = read(folder, spec=source.spec)
+    return drafter_of(node, tensors, spec=source.spec)
+
+
+def commands(source: Source, *, options: Options = DEFAULT, target: str, folder: str) -> dict[str, str]:
+    """By engine, how to serve it."""
+    return mtp_serving.commands(Plan(source, options), folder=folder)
+
+
+def notes(source: Source, *, options: Options = DEFAULT) -> list[str]:
+    """What to know before it is served."""
+    return mtp_serving.notes(Plan(source, options))
 
 
 def _as_floats(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

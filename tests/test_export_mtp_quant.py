@@ -11,6 +11,7 @@ import torch
 from drafters.errors import ConfigError
 from export import to_mtp
 from export.quantize import SCHEMES, Scheme, dequantize, quantize
+from export.selfcheck import check_values
 from export.stitch import stored_tensors
 from tests.mtp_export_doubles import is_ignored, quantized_folder, save_target, source_of, world_of
 from tests.test_export_mtp import exported, model_target
@@ -94,6 +95,8 @@ def test_a_module_is_quantized_as_the_target_s_own_layer(name, scheme, tmp_path)
     assert torch.equal(tensors["depths.0.block.self_attn.o_proj.weight"], dequantize(q))
     q = quantize(source.tensors["depths.0.block.mlp.experts.gate_up_proj"][2, 16:], SCHEMES[scheme], name="")
     assert torch.equal(tensors["depths.0.block.mlp.experts.gate_up_proj"][2, 16:], dequantize(q))
+    bounds = to_mtp.bounds(source, "none", options=QUANTIZED)
+    assert 0 < check_values(source.tensors, tensors, bounds, where=out) < 0.1
     exact = source.tensors["depths.0.input_proj.weight"].bfloat16().float()
     assert torch.equal(tensors["depths.0.input_proj.weight"], exact)
     assert to_mtp.manifest(source, "none", options=QUANTIZED) == facts(out)

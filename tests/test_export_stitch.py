@@ -15,7 +15,7 @@ import export.stitch
 from drafters.errors import CheckpointError, ConfigError
 from export import to_mtp
 from export.quantize import SCHEMES
-from export.stitch import DTYPE_NAMES, Stitch, load, restore, stitch, stored_metadata, stored_tensors
+from export.stitch import DTYPE_NAMES, Stitch, load_stored, restore, stitch, stored_metadata, stored_tensors
 from tests.mtp_export_doubles import is_ignored, quantized_folder, save_target, world_of
 from tests.test_export_mtp import AS_TRAINED, exported
 from tests.test_mtp_target_block import target_of
@@ -147,7 +147,7 @@ def test_every_dtype_travels(target, out, tmp_path):
     assert {name: one.dtype for name, one in raw.items() if name in DTYPE_NAMES.values()} == {
         name: name for name in DTYPE_NAMES.values()
     }
-    assert all(torch.equal(tensor.float(), tensors[name].float()) for name, tensor in load(raw).items())
+    assert all(torch.equal(tensor.float(), tensors[name].float()) for name, tensor in load_stored(raw).items())
 
 
 def test_links_of_the_hub_s_cache_are_followed(target, out):
