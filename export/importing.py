@@ -106,12 +106,12 @@ def _read(
     node = {"block": block_node, "eagle3": eagle3_node, "medusa": medusa_node}[kind](facts)
     if (published.folder / "mask_embedding.pt").is_file():
         facts.problems.append("it brings a mask embedding of its own (mask_embedding.pt); ours is the target's row")
-    ids_V = _ids(facts, kind, node["draft_vocab_size"])
+    ids_V = _ids(facts, node["draft_vocab_size"])
     if facts.problems:
         raise CheckpointError(
             f"{published.folder}: cannot be a drafter of ours for target '{spec.name}': {'; '.join(facts.problems)}"
         )
-    for name in ("d2t", "t2d", "token_map"):
+    for name in ("d2t", "t2d"):
         tensors.pop(name, None)
     copied = ["embed_tokens.weight", *(["lm_head.weight"] if kind == "block" else [])]
     if kind == "medusa" and not node["own_projection"]:
@@ -150,12 +150,11 @@ def _kind(published: Published) -> str:
     return kind
 
 
-def _ids(facts: Facts, kind: str, size: int | None) -> Tensor | None:
-    """The target's id of each draft id. Files hold how far it lies above the draft id, of Medusa the id itself."""
+def _ids(facts: Facts, size: int | None) -> Tensor | None:
+    """The target's id of each draft id; files hold how far it lies above that."""
     if size is None:
         return None
-    stored = facts.tensors["token_map" if kind == "medusa" else "d2t"]
-    ids_V = stored.long() if kind == "medusa" else stored.long() + torch.arange(size)
+    ids_V = facts.tensors["d2t"].long() + torch.arange(size)
     span, num_full = (int(ids_V.min()), int(ids_V.max())), facts.spec.vocab_size
     if span[0] < 0 or span[1] >= num_full or len(ids_V.unique()) != size:
         facts.problems.append(f"d2t gives {len(ids_V.unique())} distinct ids of {size}, from {span[0]} to {span[1]}")
@@ -171,7 +170,7 @@ def _ascending(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Rows over the draft vocabulary in the order of the target's ids, which ours have."""
     order_V = ids_V.argsort()
-    by_row = ("lm_head.weight", "markov_w2.weight", "lm_heads.0.weight")
+    by_row = ("lm_head.weight", "markov_w2.weight")
 
     def sort(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         fits = {name for name, t in tensors.items() if name.endswith(by_row) and len(t) == len(order_V)}

@@ -39,8 +39,6 @@ _MEDUSA_BACK = (
 def published_name(name: str, family: str, *, eagle3_layer: str = "midlayer") -> str:
     """What engines call the tensor `name` of ours. `eagle3_layer`: "midlayer" (flat folders) or "layers.0"."""
     if family == "medusa":
-        if name == "vocab.d2t":
-            return "token_map"
         return _renamed(name, _MEDUSA)
     if name == "vocab.d2t":
         return "d2t"
@@ -50,7 +48,7 @@ def published_name(name: str, family: str, *, eagle3_layer: str = "midlayer") ->
 def our_name(name: str, family: str) -> str:
     """Inverse of `published_name`, for either spelling of EAGLE-3's layer."""
     if family == "medusa":
-        return "vocab.d2t" if name == "token_map" else _renamed(name, _MEDUSA_BACK)
+        return _renamed(name, _MEDUSA_BACK)
     if name == "d2t":
         return "vocab.d2t"
     return "midlayer." + name.removeprefix("layers.0.") if family == "eagle3" and name.startswith("layers.0.") else name

@@ -42,7 +42,8 @@ def check_served(source: Source, to: str, *, reach: int) -> None:
     of the target are needed that are not at hand. `reach`: what the format adds to a window (`window_keys`)."""
     _check_window(source.node, to, reach)
     _check_logits(source, to)
-    _check_rope(source.spec, to)
+    if family_of(source.node) != "medusa":
+        _check_rope(source.spec, to)
     if source.target_folder is None and (needed := [name for name, _ in row_shapes(source.node, source.spec)]):
         raise ConfigError(
             f"target: its folder is needed, since the draft brings {', '.join(needed)} along, which are the target's "

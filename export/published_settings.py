@@ -301,12 +301,13 @@ def medusa_node(facts: Facts) -> dict[str, Any]:
     blocks = [name.split(".") for name in facts.tensors if name.startswith("blocks.")]
     facts.same("hidden_size", facts.spec.hidden_size, default=facts.spec.hidden_size)
     facts.same("vocab_size", facts.spec.vocab_size, default=facts.spec.vocab_size)
-    ids = facts.tensors.get("token_map")
+    if "token_map" in facts.tensors:
+        facts.problems.append("it drafts over a reduced vocabulary (token_map), which is read of no Medusa")
     return {
         "_target_": MEDUSA,
         "name": "medusa",
         "block_size": 1 + max((int(parts[1]) for parts in blocks), default=0),
         "num_layers": 1 + max((int(parts[3]) for parts in blocks), default=0),
         "own_projection": not facts.config.get("original_lm_head", False),
-        "draft_vocab_size": None if ids is None else len(ids),
+        "draft_vocab_size": None,
     }

@@ -28,11 +28,11 @@ def published_tensors(source: Source, quant: str, *, dtype: str, eagle3_layer: s
     """All tensors of the file. Raises CheckpointError for weights that are not finite, ConfigError where `dtype` or
     `quant` cannot hold them or the target's rows are not at hand."""
     family = family_of(source.node)
-    written = _target_rows(source, family, dtype)
+    written = _target_rows(source, dtype)
     for name, tensor in source.tensors.items():
         published = published_name(name, family, eagle3_layer=eagle3_layer)
         if name == IDS:
-            written[published] = tensor.clone() if family == "medusa" else tensor - torch.arange(len(tensor))
+            written[published] = tensor - torch.arange(len(tensor))
         elif name in left_out(source.node):
             continue
         elif quant != "none" and is_quantized(name):
@@ -49,7 +49,7 @@ def published_manifest(
     """Shape and dtype (as safetensors spells it) of every tensor that must be in the file."""
     family = family_of(node)
     found: Manifest = {name: (shape, STORED[dtype]) for name, shape in row_shapes(node, spec)}
-    if family != "medusa" and node["draft_vocab_size"] is not None:
+    if node["draft_vocab_size"] is not None:
         found["t2d"] = ((spec.vocab_size,), "BOOL")
     for name, shape in shapes_of(node, spec).items():
         published = published_name(name, family, eagle3_layer=eagle3_layer)
@@ -78,7 +78,7 @@ def row_shapes(node: Mapping[str, Any], spec: TargetSpec) -> Iterator[tuple[str,
     family, size = family_of(node), node["draft_vocab_size"]
     if family == "medusa":
         if not node["own_projection"]:
-            yield "lm_heads.0.weight", (size or spec.vocab_size, spec.hidden_size)
+            yield "lm_heads.0.weight", (spec.vocab_size, spec.hidden_size)
         return
     if spec.embed_scale != 1.0:
         yield "embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
@@ -86,7 +86,7 @@ def row_shapes(node: Mapping[str, Any], spec: TargetSpec) -> Iterator[tuple[str,
         yield "lm_head.weight", (size, spec.hidden_size)
 
 
-def _target_rows(source: Source, family: str, dtype: str) -> dict[str, Tensor]:
+def _target_rows(source: Source, dtype: str) -> dict[str, Tensor]:
     """The target's rows that go along, and for a reduced vocabulary which of its tokens are in."""
     ids_V = source.tensors.get(IDS)
     rows: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ def _target_rows(source: Source, family: str, dtype: str) -> dict[str, Tensor]:
             rows[name] = _cast(embedding_rows(source.target_folder, source.spec), dtype, name)
         else:
             rows[name] = _cast(head_rows(source.target_folder, source.spec, ids_V=ids_V), dtype, name)
-    if ids_V is not None and family != "medusa":
+    if ids_V is not None:
         rows["t2d"] = torch.zeros(source.spec.vocab_size, dtype=torch.bool).index_fill(0, ids_V, True)
     return rows
 

@@ -14,7 +14,7 @@ __all__ = ["commands", "notes"]
 METHODS = {"parallel": "dflash", "markov": "dspark", "gated": "dspark", "rnn": "dspark", "eagle3": "eagle3"}
 
 
-def commands(node: Mapping[str, Any], to: str, *, target: str = "TARGET", folder: str = "FOLDER") -> dict[str, str]:
+def commands(node: Mapping[str, Any], to: str, *, target: str, folder: str) -> dict[str, str]:
     """For each engine that loads a `to=hf` or `to=speculators` folder of such a drafter, the command that serves it;
     `target` and `folder` are where the two lie."""
     family, drafts = family_of(node), node["block_size"]
@@ -41,6 +41,8 @@ def notes(node: Mapping[str, Any], spec: TargetSpec, to: str) -> list[str]:
     for engine, verdict in table.verdicts(to, family, vocabulary).items():
         if not verdict.loads or verdict.says:
             said.append(f"{engine}: {'' if verdict.loads else 'does not load it, '}{verdict.says}.")
+    if spec.num_layers - 1 in node.get("layer_ids", ()):
+        said.append("It reads the output of the target's last layer, which SGLang and llama.cpp do not hand out.")
     if (window := node.get("window")) is not None:
         said.append(
             f"Trained to see the {window} context positions before its anchor. Engines move the window along with the "

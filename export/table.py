@@ -32,13 +32,14 @@ class Verdict:
     says: str = ""
 
 
-YES = Verdict(True)
+YES, OLD = Verdict(True), Verdict(True, "up to 0.32")
 _WHOLE_HEAD = "it has no draft vocabulary here: it would take the target's head over the whole vocabulary"
 _WHOLE_MARKOV = "its Markov head is over the whole vocabulary"
 _VANILLA = "it knows the plain Markov head only"
 _LAYERS = "no engine drafts with a target's own first layers"
 _NOT_MTP = "no engine loads its modules apart from the target: to=mtp puts them into a copy of it"
 _NO_MEDUSA = "it has no Medusa"
+_THREE = "with three layers in drafter.layer_ids"
 _MODEL = "it is a model already: give its own folder to the engine"
 _NGRAM = "it has no weights: engines have prompt look-up of their own"
 _OWN = "engines know no class of your own"
@@ -70,9 +71,10 @@ def _hf(engine: str, family: str, reduced: bool) -> Verdict:
     if family == "medusa":
         if engine != "vLLM":
             return Verdict(False, _NO_MEDUSA)
-        return Verdict(True, "up to 0.32" + (", with drafter.own_projection=false" if reduced else ""))
+        return Verdict(False, "its loader takes the map of draft ids for a missing weight") if reduced else OLD
     if family == "eagle3":
-        return Verdict(True, "with drafter.norm_before_residual=false") if engine == "SGLang" else YES
+        conditions = {"SGLang": "with drafter.norm_before_residual=false", "llama.cpp": _THREE}
+        return Verdict(True, conditions.get(engine, ""))
     if family in ("gated", "rnn"):
         if engine != "SGLang":
             return Verdict(False, _VANILLA)
@@ -93,13 +95,13 @@ def _speculators(engine: str, family: str, reduced: bool) -> Verdict:
         return Verdict(False, _VANILLA)
     if family == "parallel" and engine == "llama.cpp":
         return Verdict(False, "its converter knows no DFlash of this format")
-    return YES
+    return Verdict(True, _THREE) if (family, engine) == ("eagle3", "llama.cpp") else YES
 
 
 def _gguf(engine: str, family: str, reduced: bool) -> Verdict:
     if family in ("gated", "rnn", "medusa"):
         return Verdict(False, _NO_MEDUSA if family == "medusa" else _VANILLA)
-    return Verdict(True, "with three layers in drafter.layer_ids") if family == "eagle3" else YES
+    return Verdict(True, _THREE) if family == "eagle3" else YES
 
 
 def _mtp(engine: str, family: str, reduced: bool) -> Verdict:

@@ -12,18 +12,33 @@ from torch import Tensor
 
 from drafters.errors import ConfigError
 from drafters.files import save_tensors
+from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
-from export import table
+from export import serving, table
 from export.compressed import quantization_config
 from export.families import family_of, vocabulary_of
-from export.importing import read_flat
+from export.importing import drafter_of, read_flat
 from export.published import backbone, dspark_keys, dtype_keys, eagle3_keys, num_slots, window_keys
 from export.published_checks import check_anchor, check_quant, check_served
 from export.published_tensors import Manifest, left_out, published_manifest, published_tensors
 from export.quantize import DTYPES, scheme_of
+from export.selfcheck import stored_in_safetensors as stored
+from export.selfcheck import weight_bounds
 from export.source import Source
 
-__all__ = ["Options", "config_of", "manifest", "read", "refuse", "write"]
+__all__ = [
+    "Options",
+    "bounds",
+    "commands",
+    "config_of",
+    "load",
+    "manifest",
+    "notes",
+    "read",
+    "refuse",
+    "stored",
+    "write",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +55,11 @@ class Options:
 DEFAULT = Options()
 
 
-def refuse(source: Source, quant: str) -> None:
+def refuse(source: Source, quant: str, *, options: Options = DEFAULT) -> None:
     """Raises ConfigError where no engine would serve this drafter from such a folder, with what to do instead."""
     node, family = source.node, family_of(source.node)
     table.check("hf", family, vocabulary_of(node))
     check_quant(quant, family)
-    if family == "medusa" and node["own_projection"] and node["draft_vocab_size"] is not None:
-        raise ConfigError(
-            "to=hf: got medusa heads with projections of their own onto a reduced vocabulary, to which vLLM gives rows "
-            "for the whole one; accepted for it: to=packed; or train it again with drafter.own_projection=false or "
-            "drafter.draft_vocab_size=null"
-        )
     check_anchor(node, "hf")
     if family in ("markov", "gated", "rnn") and not node["sample_from_anchor"]:
         others = table.alternatives(family, vocabulary_of(node), to="hf")
@@ -70,7 +79,7 @@ def manifest(source: Source, quant: str, *, options: Options = DEFAULT) -> Manif
 def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) -> None:
     """Writes config.json and model.safetensors into the empty folder `out`. Raises ConfigError as `refuse` does, and
     where a group size does not divide a layer; OSError when the disk does not take it."""
-    refuse(source, quant)
+    refuse(source, quant, options=options)
     if names := left_out(source.node):
         warnings.warn(f"to=hf: {', '.join(names)} left out, since DFlash has no confidence head", stacklevel=2)
     save_tensors(published_tensors(source, quant, dtype=options.dtype), out / "model.safetensors")
@@ -82,6 +91,27 @@ def read(folder: Path, *, spec: TargetSpec) -> tuple[dict[str, Any], dict[str, T
     """Settings and float32 tensors, by our names, of a folder that `write` made. Raises CheckpointError when it is
     damaged or another's (`importing` reads those)."""
     return read_flat(folder, spec=spec)
+
+
+def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Tensor]:
+    """By our names, how far each weight may be off when it comes back; it broadcasts."""
+    return weight_bounds(source.tensors, quant, dtype=options.dtype)
+
+
+def load(folder: Path, *, source: Source) -> Drafter:
+    """The drafter that the folder describes, float32."""
+    node, tensors = read(folder, spec=source.spec)
+    return drafter_of(node, tensors, spec=source.spec)
+
+
+def commands(source: Source, *, options: Options = DEFAULT, target: str, folder: str) -> dict[str, str]:
+    """By engine, how to serve it; `target` and `folder` are where the two lie."""
+    return serving.commands(source.node, "hf", target=target, folder=folder)
+
+
+def notes(source: Source, *, options: Options = DEFAULT) -> list[str]:
+    """What to know before it is served."""
+    return serving.notes(source.node, source.spec, "hf")
 
 
 def config_of(node: Mapping[str, Any], spec: TargetSpec, quant: str, *, options: Options = DEFAULT) -> dict[str, Any]:
@@ -143,7 +173,7 @@ def _eagle3(node: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
 
 
 def _medusa(node: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
-    config = {
+    return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": spec.hidden_size,
@@ -154,6 +184,3 @@ def _medusa(node: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
         "original_lm_head": not node["own_projection"],
         "version": "2",
     }
-    if node["draft_vocab_size"] is not None:
-        config["truncated_vocab_size"] = node["draft_vocab_size"]
-    return config

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from drafters.files import save_tensors
+from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
-from export import table
+from export import serving, table
 from export.compressed import quantization_config
 from export.families import family_of, vocabulary_of
-from export.importing import read_envelope
+from export.importing import drafter_of, read_envelope
 from export.published import (
     backbone,
     dspark_keys,
@@ -28,9 +29,23 @@ from export.published import (
 from export.published_checks import check_anchor, check_quant, check_served
 from export.published_tensors import Manifest, left_out, published_manifest, published_tensors
 from export.quantize import DTYPES, scheme_of
+from export.selfcheck import stored_in_safetensors as stored
+from export.selfcheck import weight_bounds
 from export.source import Source
 
-__all__ = ["Options", "config_of", "manifest", "read", "refuse", "write"]
+__all__ = [
+    "Options",
+    "bounds",
+    "commands",
+    "config_of",
+    "load",
+    "manifest",
+    "notes",
+    "read",
+    "refuse",
+    "stored",
+    "write",
+]
 
 EAGLE3_LAYER = "layers.0"
 TYPES = {"parallel": "dflash", "markov": "dspark", "eagle3": "eagle3"}
@@ -54,7 +69,7 @@ class Options:
 DEFAULT = Options()
 
 
-def refuse(source: Source, quant: str) -> None:
+def refuse(source: Source, quant: str, *, options: Options = DEFAULT) -> None:
     """Raises ConfigError where no engine would serve this drafter from such a folder, with what to do instead."""
     family = family_of(source.node)
     table.check("speculators", family, vocabulary_of(source.node))
@@ -71,7 +86,7 @@ def manifest(source: Source, quant: str, *, options: Options = DEFAULT) -> Manif
 def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) -> None:
     """Writes config.json and model.safetensors into the empty folder `out`. Raises ConfigError as `refuse` does, and
     where a group size does not divide a layer; OSError when the disk does not take it."""
-    refuse(source, quant)
+    refuse(source, quant, options=options)
     if names := left_out(source.node):
         warnings.warn(f"to=speculators: {', '.join(names)} left out: DFlash has no confidence head", stacklevel=2)
     tensors = published_tensors(source, quant, dtype=options.dtype, eagle3_layer=EAGLE3_LAYER)
@@ -84,6 +99,27 @@ def read(folder: Path, *, spec: TargetSpec) -> tuple[dict[str, Any], dict[str, T
     """Settings and float32 tensors, by our names, of a folder that `write` made. Raises CheckpointError when it is
     damaged or another's (`importing` reads those)."""
     return read_envelope(folder, spec=spec)
+
+
+def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Tensor]:
+    """By our names, how far each weight may be off when it comes back; it broadcasts."""
+    return weight_bounds(source.tensors, quant, dtype=options.dtype)
+
+
+def load(folder: Path, *, source: Source) -> Drafter:
+    """The drafter that the folder describes, float32."""
+    node, tensors = read(folder, spec=source.spec)
+    return drafter_of(node, tensors, spec=source.spec)
+
+
+def commands(source: Source, *, options: Options = DEFAULT, target: str, folder: str) -> dict[str, str]:
+    """By engine, how to serve it; `target` and `folder` are where the two lie."""
+    return serving.commands(source.node, "speculators", target=target, folder=folder)
+
+
+def notes(source: Source, *, options: Options = DEFAULT) -> list[str]:
+    """What to know before it is served."""
+    return serving.notes(source.node, source.spec, "speculators")
 
 
 def config_of(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Any]:
