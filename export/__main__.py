@@ -1,5 +1,5 @@
 # The way out: `python -m export run=outputs/NAME to=hf quant=int8` writes a folder that an engine loads, checks it by
-# reading it back and decoding with it, and says what it costs. `python -m export import=FOLDER` is the way in.
+# reading it back and decoding with it, and says what it costs. `import_draft` is the way in.
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -54,8 +54,8 @@ def export(cfg: DictConfig) -> None:
 
     plain = to_plain(cfg)
     choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
-    kind, options = build_config(plain["to"], key="to")
-    to = kind.__module__.rpartition(".to_")[2]
+    _, options = build_config(plain["to"], key="to")
+    to = plain["to"]["_target_"].split(".")[1].removeprefix("to_")
     (entry,) = find_entries([str(choice.run)], {}, key="run")
     assert entry.run is not None
     node = target_node([entry], plain.get("target"))

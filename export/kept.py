@@ -1,4 +1,4 @@
-# What an export costs, by decoding: the drafter as it was trained and as it was read back take turns on the same
+# What an export costs, by real decodes. The drafter as it was trained and as it was read back take turns on the same
 # prompts, so that what makes a prompt easy or a minute slow cancels.
 
 import math
@@ -37,7 +37,7 @@ class Kept:
     share_high: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cost:
     """Of one of the two: bytes on the disk, seconds to load, and decoding in this package's loop: milliseconds of
     drafting a round and of a whole output token."""
