@@ -1,6 +1,8 @@
 # The table of what engines load: every cell has a verdict, refusals name what is accepted instead, and the README's
 # rendering says what the data says.
 
+from pathlib import Path
+
 import pytest
 
 from drafters.errors import ConfigError
@@ -80,3 +82,8 @@ def test_the_rendering_has_a_row_for_each_family_and_all_reasons():
     assert notes[number] == "Its Markov head is over the whole vocabulary."
     used = {part.partition(")")[0] for line in rows for part in line.split("(")[1:]}
     assert used == notes.keys()
+
+
+def test_the_documentation_shows_the_table():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "export.md").read_text()
+    assert table.render() in page
