@@ -115,6 +115,8 @@ def scheme_of(quant: str, *, dtype: str = "bf16") -> Scheme:
     """The scheme that a user calls `quant`, with scales that a file of `dtype` holds. Raises ConfigError."""
     if quant not in SCHEMES:
         raise ConfigError(f"quant: got '{quant}'; accepted: none, {', '.join(SCHEMES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
     return replace(SCHEMES[quant], scale_dtype=dtype)
 
 

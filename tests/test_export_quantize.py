@@ -333,3 +333,5 @@ def test_schemes_by_the_name_that_users_give():
     assert SCHEMES["fp8"].dynamic_activations
     with pytest.raises(ConfigError, match="quant: got 'int5'; accepted: none, int8, int4, fp8"):
         scheme_of("int5")
+    with pytest.raises(ConfigError, match="dtype: got 'f64'; accepted: bf16, f16, f32"):
+        scheme_of("int8", dtype="f64")
