@@ -39,7 +39,7 @@ class BlockSession(Session):
         self.layers = drafter.layer_weights(self.dtype)
         self.fc = drafter.fc.weight.to(self.dtype)
         self.all_kv = torch.cat([layer.kv for layer in self.layers])
-        self.output = DraftOutput(head, drafter.vocab)
+        self.output = DraftOutput(head, drafter.vocab, drafter.output_rows)
         self.bias_weight_VR: Tensor | None = None
         if drafter.markov_head is not None:
             self.bias_weight_VR = drafter.markov_head.markov_w2.weight.to(self.dtype)
@@ -134,7 +134,14 @@ class BlockSession(Session):
             state, factor_BR = head.step(state, embedded[-1], hidden_BSD[:, k])
             return logits_BSV[:, k] + factor_BR.to(self.dtype) @ self.bias_weight_VR.T
 
-        proposal = draft_chain(length, draws, next_logits, anchor_B=self.anchor_B, support_V=self.output.support_V)
+        proposal = draft_chain(
+            length,
+            draws,
+            next_logits,
+            anchor_B=self.anchor_B,
+            support_V=self.output.support_V,
+            confident=confidence is None,
+        )
         if confidence is None:
             return proposal
         logits_BS = confidence(hidden_BSD, torch.stack(embedded, dim=1) if embedded else None)

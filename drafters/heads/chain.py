@@ -18,11 +18,18 @@ NextLogits = Callable[[int, Tensor], Tensor]
 
 
 def draft_chain(
-    length: int, draws: "Draws", next_logits: NextLogits, *, anchor_B: Tensor, support_V: Tensor | None = None
+    length: int,
+    draws: "Draws",
+    next_logits: NextLogits,
+    *,
+    anchor_B: Tensor,
+    support_V: Tensor | None = None,
+    confident: bool = True,
 ) -> Proposal:
     """`length` drafts after each row's anchor; logits are over `support_V` (ids), or the whole vocabulary.
 
-    `confidence_BS` is the probability of the most probable token of each slot, for heads that know nothing better.
+    `confidence_BS` is the probability of the most probable token of each slot, for heads that know nothing better;
+    not `confident`: None.
     """
     tokens: list[Tensor] = []
     dists, sure = [], []
@@ -30,7 +37,8 @@ def draft_chain(
         logits_BV = next_logits(k, tokens[-1] if tokens else anchor_B)
         token_B, dist_BV = draws.draft(logits_BV, support_V)
         tokens.append(token_B)
-        sure.append((logits_BV.softmax(-1) if dist_BV is None else dist_BV).amax(-1))
+        if confident:
+            sure.append((logits_BV.softmax(-1) if dist_BV is None else dist_BV).amax(-1))
         if dist_BV is not None:
             dists.append(dist_BV)
     return Proposal(
@@ -38,5 +46,5 @@ def draft_chain(
         lengths_B=torch.full_like(anchor_B, length),
         probs_BSV=torch.stack(dists, dim=1) if dists else None,
         support_V=support_V,
-        confidence_BS=torch.stack(sure, dim=1),
+        confidence_BS=torch.stack(sure, dim=1) if sure else None,
     )
