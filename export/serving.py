@@ -7,7 +7,7 @@ from typing import Any
 
 from drafters.spec import TargetSpec
 from export import table
-from export.families import family_of, vocabulary_of
+from export.families import SEQUENTIAL, family_of, vocabulary_of
 
 __all__ = ["commands", "notes"]
 
@@ -47,6 +47,11 @@ def notes(node: Mapping[str, Any], spec: TargetSpec, to: str) -> list[str]:
         said.append(
             f"Trained to see the {window} context positions before its anchor. Engines move the window along with the "
             "slot, so that a later slot sees fewer of the oldest; TensorRT-LLM ignores it, and drafts less well for it."
+        )
+    if "SGLang" in commands(node, to, target="", folder="") and family in SEQUENTIAL and not node["confidence"]:
+        said.append(
+            "It has no confidence head, which SGLang asks for in every mode but SGLANG_RAGGED_VERIFY_MODE=static, its "
+            "default."
         )
     if family == "parallel" and node["confidence"]:
         said.append("Its confidence head is left out: DFlash has none.")

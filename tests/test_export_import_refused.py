@@ -172,6 +172,9 @@ def test_folders_that_cannot_be_read(target, tmp_path):
     out = published(tmp_path / "other", {"architectures": ["LlamaForCausalLM"]}, {"model.embed.weight": torch.zeros(2)})
     with pytest.raises(CheckpointError, match="are of no draft that is known"):
         import_draft(out, spec=target.spec)
+    out = published(tmp_path / "twice", DEEPSPEC, dspark_tensors(**{"model.norm.weight": torch.zeros(32)}))
+    with pytest.raises(CheckpointError, match=r"holds 'norm\.weight' twice"):
+        import_draft(out, spec=target.spec)
     out = published(tmp_path / "mask", DEEPSPEC, dspark_tensors())
     (out / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="a mask embedding of its own"):

@@ -43,6 +43,7 @@ def test_notes_say_where_an_engine_does_otherwise():
     plain = {**node_of("markov"), **FULL, "window": None, "layer_ids": [0, 2]}
     assert notes(plain, SPEC, "hf") == []
     assert "last layer" in " ".join(notes({**plain, "layer_ids": [1, 3]}, SPEC, "hf"))
+    assert "SGLANG_RAGGED_VERIFY_MODE=static" in " ".join(notes({**plain, "confidence": False}, SPEC, "hf"))
     scaled = replace(SPEC, embed_scale=8.0, logit_softcap=30.0)
     said = " ".join(notes({**node_of("parallel"), "confidence": True}, scaled, "hf"))
     for part in ("caps its logits at 30", "scales its embedding by 8", "confidence head is left out"):
