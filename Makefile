@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format clean
+.PHONY: help setup demo test test-all engines check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -37,10 +37,13 @@ demo: $(STAMP)  ## train a Markov drafter for the default target and measure it
 	@echo "Report: $$(ls -t outputs/*/report.md | head -n 1)"
 
 test: $(STAMP)  ## the fast test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not engines" $(ARGS)
 
 test-all: $(STAMP)  ## every test, slow ones included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not engines" $(ARGS)
+
+engines: $(STAMP)  ## serve exports with real engines, each in an environment of its own (see docs/export.md)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m engines $(ARGS)
 
 check: $(STAMP)  ## lint, format, spelling, types, notebook outputs: changes nothing
 	$(BIN)/ruff check .

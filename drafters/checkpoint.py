@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from drafters.config import locate, typed
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import file_sha256, flush, save_tensors
 from drafters.heads.base import Drafter
+from drafters.packed.block import Block
+from drafters.packed.load import load_packed
 from drafters.spec import TargetSpec
 
 __all__ = [
@@ -89,12 +92,17 @@ def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_ot
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS}; give the `drafter` folder of a run")
-    digest = file_sha256(weights)
+    digest, is_packed = file_sha256(weights), config["weights"].get("packed", False)
     if digest != config["weights"]["sha256"]:
+        if is_packed:
+            Block.open(weights).check()  # tells which tensor is damaged
         raise CheckpointError(
             f"{weights}: sha256 is {digest}, {CONFIG} says {config['weights']['sha256']}; "
             "the file is damaged or from another run: copy the folder again"
         )
+    if is_packed:
+        own_rows = spec is None or spec.weights_hash == stored.weights_hash
+        return load_packed(weights, partial(_construct, folder, config["drafter"], spec or stored), own_rows=own_rows)
     tensors = load_file(weights)
     drafter = _construct(folder, config["drafter"], spec or stored, tensors)
     try:

@@ -24,7 +24,7 @@ __all__ = ["Drafter", "Session", "size_of"]
 def size_of(module: nn.Module) -> tuple[int, int]:
     """The number of a module's parameters, and their bytes."""
     parameters = list(module.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
+    return sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
 
 
 class Session(ABC):
@@ -69,9 +69,12 @@ class Drafter(nn.Module, ABC):
 
     Config: type
     config: Any
+    # Of a packed drafter: its copy of the target's output rows over the draft vocabulary, logit scale included.
+    output_rows: nn.Parameter | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        self.register_parameter("output_rows", None)
 
     @classmethod
     def trains(cls, config: Any) -> bool:

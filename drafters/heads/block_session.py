@@ -39,7 +39,7 @@ class BlockSession(Session):
         self.layers = drafter.layer_weights(self.dtype)
         self.fc = drafter.fc.weight.to(self.dtype)
         self.all_kv = torch.cat([layer.kv for layer in self.layers])
-        self.output = DraftOutput(head, drafter.vocab)
+        self.output = DraftOutput(head, drafter.vocab, drafter.output_rows)
         self.bias_weight_VR: Tensor | None = None
         if drafter.markov_head is not None:
             self.bias_weight_VR = drafter.markov_head.markov_w2.weight.to(self.dtype)

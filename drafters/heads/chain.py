@@ -30,7 +30,12 @@ def draft_chain(
         logits_BV = next_logits(k, tokens[-1] if tokens else anchor_B)
         token_B, dist_BV = draws.draft(logits_BV, support_V)
         tokens.append(token_B)
-        sure.append((logits_BV.softmax(-1) if dist_BV is None else dist_BV).amax(-1))
+        if dist_BV is None:
+            # Wider than bfloat16, in which a log-sum-exp of 20 has steps of 0.125.
+            wide_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+            sure.append((wide_BV.amax(-1) - wide_BV.logsumexp(-1)).exp())
+        else:
+            sure.append(dist_BV.amax(-1))
         if dist_BV is not None:
             dists.append(dist_BV)
     return Proposal(

@@ -27,7 +27,7 @@ class ExitSession(Session):
     @torch.inference_mode()
     def __init__(self, drafter: "ExitDrafter", target: "FrozenTarget", batch_size: int) -> None:
         self.drafter, self.target = drafter, target
-        self.output = DraftOutput(target.head, drafter.vocab)
+        self.output = DraftOutput(target.head, drafter.vocab, drafter.output_rows)
         dtype = target.head.embedding_VD.dtype
         self.weights = None if drafter.adapter is None else drafter.adapter.weights(dtype)
         self.final_norm = target.final_norm if drafter.adapter is None else None

@@ -4,11 +4,13 @@
 # so that both run the same code.
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from drafters.spec import TargetSpec
 
@@ -39,14 +41,28 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, *, dtype: torch.dtype) -> Tensor:
     """x / rms(x) * gain over the last dim, as `dtype`; computed in float32 or wider. `gain` broadcasts."""
+    if not torch.is_grad_enabled():
+        return _norm_rope(x, gain, None, eps, dtype)[0]
     normed: Tensor = _NormRope.apply(x, gain, None, eps, dtype)
     return normed
 
 
 def norm_rope(x: Tensor, gain: Tensor, table: tuple[Tensor, Tensor], eps: float) -> Tensor:
     """`rms_norm` of heads [..., heads, H], then rotated by cos and sin [..., H / 2], in the dtype of `x`."""
+    if not torch.is_grad_enabled():
+        return _norm_rope(x, gain, table, eps, x.dtype)[0]
     rotated: Tensor = _NormRope.apply(x, gain, table, eps, x.dtype)
     return rotated
+
+
+def _norm_rope(
+    x: Tensor, gain: Tensor, table: tuple[Tensor, Tensor] | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The result, and 1 / rms(x)."""
+    wide = _wide(x)
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True).add_(eps))
+    normed = (wide * scale).mul_(gain)
+    return (normed if table is None else rotate(normed, *table)).to(dtype), scale
 
 
 class _NormRope(torch.autograd.Function):
@@ -55,12 +71,10 @@ class _NormRope(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, table: tuple[Tensor, Tensor] | None, eps: float, dtype: torch.dtype
     ) -> Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True).add_(eps))
+        out, scale = _norm_rope(x, gain, table, eps, dtype)
         ctx.save_for_backward(x, gain, scale)
         ctx.table = table
-        normed = (wide * scale).mul_(gain)
-        return (normed if table is None else rotate(normed, *table)).to(dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,7 +113,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def join(dtype: torch.dtype, *weights: Tensor) -> Tensor:
-    """The rows of all `weights` in one matrix of `dtype`; one pass over each, forward and backward."""
+    """The rows of all `weights` in one matrix of `dtype`; one pass over each, forward and backward. Weights that are
+    not plain tensors know how they are joined."""
+    if has_torch_function(weights):
+        own: Tensor = handle_torch_function(join, weights, dtype, *weights)
+        return own
     joined: Tensor = _Join.apply(dtype, *weights)
     return joined
 
@@ -201,6 +219,12 @@ class LayerWeights:
         """Rows of the joint projection that make keys and values."""
         return self.qkv[self.spec.num_heads * self.spec.head_dim :]
 
+    @cached_property
+    def qk_gain(self) -> Tensor:
+        """Gains [N + K, H] of all query and key heads."""
+        num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        return torch.cat((self.q_gain.expand(num_heads, -1), self.k_gain.expand(num_kv_heads, -1)))
+
     def context(self, kv_MC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [M, K, H] of projected context rows (`context_MD @ kv.T`)."""
         keys, values = kv_MC.unflatten(-1, (2, self.spec.num_kv_heads, self.spec.head_dim)).unbind(-3)
@@ -212,8 +236,7 @@ class LayerWeights:
         normed = rms_norm(x_MD, self.input_gain, spec.rms_norm_eps, dtype=self.qkv.dtype)
         heads = F.linear(normed, self.qkv).unflatten(-1, (-1, spec.head_dim))
         num_rotated = spec.num_heads + spec.num_kv_heads
-        gain = torch.cat((self.q_gain.expand(spec.num_heads, -1), self.k_gain.expand(spec.num_kv_heads, -1)))
-        rotated = norm_rope(heads[:, :num_rotated], gain, (cos, sin), spec.rms_norm_eps)
+        rotated = norm_rope(heads[:, :num_rotated], self.qk_gain, (cos, sin), spec.rms_norm_eps)
         return rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
 
     def finish(self, x_MD: Tensor, attended_MC: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class MedusaSession(Session):
 
     @torch.inference_mode()
     def __init__(self, drafter: "MedusaDrafter", head: "TargetHead", batch_size: int) -> None:
-        self.drafter, self.output = drafter, DraftOutput(head, drafter.vocab)
+        self.drafter, self.output = drafter, DraftOutput(head, drafter.vocab, drafter.output_rows)
         dtype, device = head.embedding_VD.dtype, head.embedding_VD.device
         self.projections = [weight.to(dtype) for weight in drafter.projections]
         self.anchor_B = torch.zeros(batch_size, dtype=torch.int64, device=device)

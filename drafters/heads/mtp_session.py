@@ -30,7 +30,7 @@ class MtpSession(Session):
     def __init__(self, drafter: "MtpDrafter", head: "TargetHead", batch_size: int) -> None:
         self.drafter, self.head = drafter, head
         self.dtype, self.device = head.embedding_VD.dtype, head.embedding_VD.device
-        self.output = DraftOutput(head, drafter.vocab)
+        self.output = DraftOutput(head, drafter.vocab, drafter.output_rows)
         kind, depths = drafter.kind, drafter.block_size
         ready = [kind.prepare(depth.block, self.dtype, training=False) for depth in drafter.modules_in_order]
         self.blocks = ready * depths if drafter.config.share_depths else ready

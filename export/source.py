@@ -1,0 +1,47 @@
+# What an export starts from: the `drafter/` folder of a run, loaded and checked once. Formats read numbers and tensors
+# from here and write files; none of them reads the folder itself.
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drafters.checkpoint import load_drafter, read_config
+from drafters.heads.base import Drafter
+from drafters.spec import TargetSpec
+
+__all__ = ["Source", "open_source"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A trained drafter to export. `node` is its settings with `_target_`; `target_folder` the target's own folder
+    (config.json, tokenizer, weights), None where it is not at hand: formats that need it say so."""
+
+    folder: Path
+    drafter: Drafter
+    spec: TargetSpec
+    node: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    target_folder: Path | None = None
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state dict by our own names, float32 (ids int64)."""
+        return dict(self.drafter.state_dict())
+
+
+def open_source(folder: Path, *, target_folder: Path | None = None) -> Source:
+    """Load a `drafter/` folder. Raises CheckpointError when it is missing, damaged or of another version."""
+    stored = read_config(folder)
+    return Source(
+        folder=folder,
+        drafter=load_drafter(folder),
+        spec=TargetSpec.from_dict(stored["target"]),
+        node=stored["drafter"],
+        provenance={**stored["provenance"], "sha256": stored["weights"]["sha256"]},
+        target_folder=target_folder,
+    )
