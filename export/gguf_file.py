@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.errors import CheckpointError, ConfigError
 from export.gguf_tokenizer import Field
 
-__all__ = ["open_gguf", "read_tensors", "write_gguf"]
+__all__ = ["open_gguf", "read_tensors", "stored_tensors", "write_gguf"]
 
 _FILE_TYPE, _LAYOUT_VERSION = "general.file_type", 2
 
@@ -77,14 +77,23 @@ def open_gguf(path: Path, *, key: str) -> Any:
         raise CheckpointError(f"{key}: {path} cannot be read as GGUF: {error}; copy or export it again") from error
 
 
-def read_tensors(reader: Any) -> dict[str, tuple[Tensor, str]]:
-    """Every tensor, dequantized to float32 (int64 as it is), and the name of its type."""
+def stored_tensors(reader: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape, as we write it, and type of every tensor."""
+    return {one.name: (_shape(one), one.tensor_type.name) for one in reader.tensors}
+
+
+def read_tensors(reader: Any) -> dict[str, Tensor]:
+    """Every tensor, dequantized to float32 (int64 as it is)."""
     from gguf import quants
 
     found = {}
     for one in reader.tensors:
-        name, type_name = one.name, one.tensor_type.name
-        shape = [int(size) for size in reversed(one.shape)]
-        array = one.data if type_name == "I64" else quants.dequantize(one.data, one.tensor_type)
-        found[name] = (torch.from_numpy(array.copy()).view(shape), type_name)
+        is_ids = one.tensor_type.name == "I64"
+        array = one.data if is_ids else quants.dequantize(one.data, one.tensor_type)
+        found[one.name] = torch.from_numpy(array.copy()).view(_shape(one))
     return found
+
+
+def _shape(one: Any) -> tuple[int, ...]:
+    """GGUF counts dimensions from the fastest."""
+    return tuple(int(size) for size in reversed(one.shape))

@@ -12,17 +12,33 @@ from typing import Any
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
 from export import table
 from export.families import BLOCK, EAGLE3, SEQUENTIAL, family_of, vocabulary_of
-from export.gguf_file import open_gguf, read_tensors, write_gguf
+from export.formats import Manifest
+from export.gguf_file import open_gguf, read_tensors, stored_tensors, write_gguf
 from export.gguf_layout import kind_of, layout, our_tensors, tensors_of
+from export.gguf_notes import gguf_notes
 from export.gguf_tokenizer import Field, tokenizer_fields
 from export.gguf_types import TYPES, base_type, bound_of, type_of
+from export.importing import drafter_of
 from export.published import hidden_state_ids, layer_outputs, num_slots
 from export.source import Source
 
-__all__ = ["Options", "bounds", "manifest", "read", "refuse", "write"]
+__all__ = [
+    "Options",
+    "bounds",
+    "commands",
+    "load",
+    "manifest",
+    "notes",
+    "numbers",
+    "read",
+    "refuse",
+    "stored",
+    "write",
+]
 
 _NUM_FUSED = 3  # states that llama.cpp's eagle3 reads
 
@@ -44,12 +60,12 @@ class Options:
 DEFAULT = Options()
 
 
-def refuse(source: Source, quant: str) -> None:
+def refuse(source: Source, quant: str, *, options: Options = DEFAULT) -> None:
     """Raises ConfigError where llama.cpp could not draft with this file as training did, with what to do instead."""
     node, spec = source.node, source.spec
     family, vocabulary = family_of(node), vocabulary_of(node)
     table.check("gguf", family, vocabulary)
-    base_type(quant, None)
+    base_type(quant, options.type)
     elsewhere = table.alternatives(family, vocabulary, to="gguf")
     if family == "eagle3" and len(node["layer_ids"]) != _NUM_FUSED:
         raise ConfigError(
@@ -87,12 +103,12 @@ def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) 
     """Writes `<kind>-<name>.gguf` into the empty folder `out`; <kind> (dspark, dflash, eagle3) is what llama.cpp's
     `--spec-type draft-<kind>` says, and how it finds a draft beside a target. Raises ConfigError as `refuse` does, and
     for weights that a type cannot hold; OSError when the disk does not take it."""
-    refuse(source, quant)
+    refuse(source, quant, options=options)
     node, spec = source.node, source.spec
     base, kind = base_type(quant, options.type), kind_of(node)
     entries, tensors = layout(node, spec), tensors_of(source)
     write_gguf(
-        out / f"{kind}-{node['name']}.gguf",
+        out / _file_name(node),
         arch=_arch(kind),
         fields=[
             Field("general.name", str(node["name"])),
@@ -104,23 +120,30 @@ def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) 
     )
 
 
+def stored(folder: Path) -> Manifest:
+    """Shape and type of every tensor in the one .gguf file of a folder. Raises CheckpointError as `read`."""
+    return stored_tensors(open_gguf(_file_in(folder), key="gguf"))
+
+
 def read(folder: Path, *, spec: TargetSpec) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and float32 tensors, by our names, of the one .gguf file in a folder. Settings are read from the file's
     numbers alone. Raises CheckpointError when it is missing, damaged, or of a draft that is none of ours."""
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) != 1:
-        raise CheckpointError(f"{folder}: holds {len(files)} .gguf files, wanted 1; give the folder of one export")
-    reader = open_gguf(files[0], key="gguf")
+    path = _file_in(folder)
+    reader = open_gguf(path, key="gguf")
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {name: tensor for name, (tensor, _) in read_tensors(reader).items()}
+    tensors = read_tensors(reader)
     try:
         node = _settings(fields, tensors)
     except KeyError as error:
-        raise CheckpointError(
-            f"{files[0]}: says no {error}, so it is no draft for llama.cpp; export it again"
-        ) from error
-    _check_whole(files[0], node, spec, tensors)
+        raise CheckpointError(f"{path}: says no {error}, so it is no draft for llama.cpp; export it again") from error
+    _check_whole(path, node, spec, tensors)
     return node, our_tensors(tensors, node, spec)
+
+
+def load(folder: Path, *, source: Source) -> Drafter:
+    """The drafter that the file describes, float32. Raises CheckpointError as `read`."""
+    node, tensors = read(folder, spec=source.spec)
+    return drafter_of(node, tensors, spec=source.spec)
 
 
 def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Tensor]:
@@ -129,6 +152,19 @@ def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[st
     entries = layout(source.node, source.spec)
     found = {name: bound_of(tensor, type_of(entries[name], base)) for name, tensor in tensors_of(source).items()}
     return our_tensors(found, source.node, source.spec)
+
+
+def commands(source: Source, *, options: Options = DEFAULT, target: str, folder: str) -> dict[str, str]:
+    """How llama.cpp serves it. Without a draft length it drafts three tokens, whatever the file says."""
+    kind, drafts = kind_of(source.node), source.node["block_size"]
+    served = target if target.endswith(".gguf") and ":" not in target else "TARGET.gguf"
+    file = f"{folder}/{_file_name(source.node)}"
+    return {"llama.cpp": f"llama-server -m {served} -md {file} --spec-type draft-{kind} --spec-draft-n-max {drafts}"}
+
+
+def notes(source: Source, *, options: Options = DEFAULT) -> list[str]:
+    """What to know before it is served."""
+    return gguf_notes(source.node, source.spec)
 
 
 def numbers(node: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
@@ -173,6 +209,17 @@ def numbers(node: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
         found["attention.sliding_window"] = node["window"] + 1
         found["attention.sliding_window_pattern"] = [True] * node["num_layers"]
     return found
+
+
+def _file_name(node: Mapping[str, Any]) -> str:
+    return f"{kind_of(node)}-{node['name']}.gguf"
+
+
+def _file_in(folder: Path) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise CheckpointError(f"{folder}: holds {len(files)} .gguf files, wanted 1; give the folder of one export")
+    return files[0]
 
 
 def _arch(kind: str) -> str:

@@ -1,10 +1,8 @@
-# Drafting from a packed block against drafting from floats, side by side on a trained drafter:
-#
+# Drafting from a packed block against drafting from floats, on a trained drafter; contestants take turns, medians:
 #     python -m tests.bench.packed kernels
 #     python -m tests.bench.packed drafts --run outputs/markov-smollm2 [--rounds 100]
 #     python -m tests.bench.packed decode --run outputs/markov-smollm2 --prompts a.jsonl b.jsonl [--each 8] [--batch 1]
-#
-# Contestants take turns, medians; between two drafts the target runs, so that weights are read as in decoding.
+# Between two drafts the target runs, so that weights are read as they are in decoding.
 
 import argparse
 import random

@@ -36,7 +36,9 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_ROUND = re.compile(r"task (\d+) \| accepted\s+(\d+)/\s*(\d+) draft tokens")
+_ROUND = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens$")
+# With `-lv 5` alone: the best candidate of a slot.
+_DRAFT = re.compile(r"draft candidate\s+0, pos\s+\d+:\s+(\d+) ")
 
 
 def server_path() -> Path | None:
@@ -93,11 +95,12 @@ def write_target(folder: Path, path: Path, spec: TargetSpec, *, type_name: str =
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered: new token ids, the drafts that stood and that were made in each round, its own counts
-    and seconds."""
+    """What a server answered: new token ids; of each round how many drafts stood and how many were made, and (with
+    `-lv 5`) the drafts themselves before any were cut; its own counts and seconds."""
 
     tokens: list[int]
     rounds: list[tuple[int, int]]
+    drafts: list[list[int]]
     timings: dict[str, float]
 
 
@@ -110,7 +113,7 @@ class Server:
 
     def ask(self, prompt: list[int], *, num_tokens: int) -> Answer:
         """Greedy continuation of token ids; nothing is kept from request to request."""
-        seen = len(self.log.read_text(errors="replace"))
+        seen = len(self.said())
         body = {
             "prompt": prompt,
             "n_predict": num_tokens,
@@ -124,9 +127,15 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=600) as reply:
             found = json.loads(reply.read())
-        said = self.log.read_text(errors="replace")[seen:]
-        rounds = [(int(stood), int(made)) for _, stood, made in _ROUND.findall(said)]
-        return Answer(found["tokens"], rounds, found["timings"])
+        said, rounds, drafts, made = self.said()[seen:], [], [], []
+        for line in said.splitlines():
+            if one := _DRAFT.search(line):
+                made.append(int(one[1]))
+            elif one := _ROUND.search(line):
+                rounds.append((int(one[1]), int(one[2])))
+                drafts.append(made)
+                made = []
+        return Answer(found["tokens"], rounds, drafts, found["timings"])
 
     def said(self) -> str:
         """All that the server has written so far."""
@@ -143,7 +152,9 @@ def serving(target: Path, log: Path, *options: str, threads: int = 1, context: i
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(binary), "-m", str(target), "--host", "127.0.0.1", "--port", str(port), "-np", "1"]
-    command += ["-c", str(context), "-t", str(threads), "-tb", str(threads), "--no-warmup", "--no-ui", *options]
+    # Repacked weights may be computed with instructions (AMX) that a processor announces and its hypervisor refuses.
+    command += ["-c", str(context), "-t", str(threads), "-tb", str(threads), "--no-repack", "--no-warmup", "--no-ui"]
+    command += options
     with log.open("w") as stream:
         # A line for every round is written at this level.
         process = subprocess.Popen(
