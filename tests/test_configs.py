@@ -21,19 +21,21 @@ from drafters.errors import ConfigError
 from drafters.losses import TERMS, LossWeights
 from drafters.scheduling.schedulers import Scheduler
 from evaluate import MEASURE, Choice, task_settings
+from export import table
 from train import read_plan
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DOORS = sorted(path.stem for path in CONF.glob("*.yaml"))
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-# Groups of evaluate.py alone.
-EVALUATED = ("schedule", "task")
+# Groups of evaluate.py and of the export alone.
+ELSEWHERE = ("schedule", "task", "to")
 OPTIONS = [
-    (group, path.stem) for group in GROUPS if group not in EVALUATED for path in sorted((CONF / group).glob("*.yaml"))
+    (group, path.stem) for group in GROUPS if group not in ELSEWHERE for path in sorted((CONF / group).glob("*.yaml"))
 ]
 # What has no default on purpose, and a value for it.
 NEEDED = {
     ("door", "evaluate"): ["run=outputs/x"],
+    ("door", "export"): ["run=outputs/x"],
     ("source", "jsonl"): ["source.path=a.jsonl"],
     ("source", "hub"): ["source.hub_id=a/b"],
 }
@@ -51,9 +53,9 @@ def composed(door, *overrides):
 def test_the_groups_are_the_ones_tested_here():
     assert set(GROUPS) == {
         *("cache", "callbacks", "data", "drafter", "experiment", "logger", "loss", "optim", "report", "source"),
-        *("target", "trainer", *EVALUATED),
+        *("target", "trainer", *ELSEWHERE),
     }
-    assert DOORS == ["capture", "evaluate", "regenerate", "show", "train"]
+    assert DOORS == ["capture", "evaluate", "export", "import", "regenerate", "show", "train"]
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -101,6 +103,16 @@ def test_every_task_composes_and_binds(task):
 def test_every_schedule_composes_and_binds(schedule):
     node = to_plain(composed("evaluate", f"schedule={schedule}"))["schedule"]
     assert isinstance(build_config(node, key="schedule")[1], Scheduler)
+
+
+@pytest.mark.parametrize("to", table.FORMATS)
+def test_every_format_composes_and_binds(to):
+    node = to_plain(composed("export", f"to={to}"))["to"]
+    kind, options = build_config(node, key="to")
+    assert options == kind(), "a default that the YAML has otherwise"
+    assert {"_target_", *kind.__dataclass_fields__} == set(node), "a setting that the YAML does not show"
+    assert node["_target_"] == f"export.to_{to}.Options"
+    assert {path.stem for path in (CONF / "to").glob("*.yaml")} == set(table.FORMATS)
 
 
 # Weights that the comments of conf/loss/*.yaml and ALGORITHMS name; those not named are 0.
