@@ -173,6 +173,23 @@ def test_what_is_clipped_counts_in_the_bound():
     assert (bound[0, 1:] < q.scale[0, 0] * 0.51)[q.values[0, 1:] < 7].all()
 
 
+def test_fp8_clips_too():
+    weight = torch.linspace(-0.01, 0.01, 64)[None].clone()
+    weight[0, 0], weight[0, 1] = 100.0, -100.0
+    plain = quantize(weight, FLOATS[0], name="w")
+    q = quantize(weight, FLOATS[0], name="w", input_moments=(torch.arange(64) > 1).float())
+    assert q.scale[0, 0] < 0.4 * plain.scale[0, 0]
+    assert q.values[0, :2].tolist() == [448, -448]
+    assert ((weight - dequantize(q)).abs() <= error_bound(q)).all()
+
+
+def test_half_steps_of_fp8_are_half_the_way_to_the_next():
+    numbers = torch.tensor(E4M3)
+    expected = (numbers[1:] - numbers[:-1]) / 2
+    assert torch.equal(module._half_step(numbers[:-1], FLOATS[0]), expected)
+    assert torch.equal(module._half_step(-numbers[:-1], FLOATS[0]), expected)
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_scales_are_exact_in_the_dtype_and_never_smaller_than_asked(dtype):
     scale = torch.tensor([1e-39, 1e-30, 0.001, 0.1, 1.0, 1.0001, 1 + 2**-7, 3.14159, 60000.0])
@@ -180,6 +197,7 @@ def test_scales_are_exact_in_the_dtype_and_never_smaller_than_asked(dtype):
     rounded = module._round_up(scale, DTYPES[dtype])
     assert torch.equal(rounded.to(DTYPES[dtype]).float(), rounded)
     assert (rounded >= scale).all()
+    assert dtype == "f16" or rounded.min() == torch.finfo(torch.float32).smallest_normal
     smaller = torch.nextafter(rounded.double(), torch.zeros(())).float() if dtype == "f32" else None
     assert smaller is None or torch.equal(rounded[1:], scale[1:])
     below = (rounded.to(DTYPES[dtype]).view(torch.int16) - 1).view(DTYPES[dtype]).float() if dtype != "f32" else 0

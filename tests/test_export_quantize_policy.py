@@ -64,6 +64,7 @@ def test_projections_of_a_target_block_too():
         ("vocab.d2t", "ids"),
         ("layers.0.self_attn.q_proj.bias", "a bias"),
         ("something.weight", "no projection of a draft layer"),
+        ("other.layers.0.mlp.up_proj.weight", "no projection of a draft layer"),
     ],
 )
 def test_what_stays_float_says_why(name, reason):
@@ -95,3 +96,4 @@ def test_groups_with_and_without_the_suffix():
     ]
     assert fused_groups(["markov_head.gate_proj.weight", "mlp.up_proj.weight"]) == []
     assert fused_groups(["a.q_proj.weight", "a.k_proj.bias", "b.v_proj.weight"]) == []
+    assert fused_groups(["a.my_q_proj", "a.my_k_proj", "a.my_v_proj"]) == []
