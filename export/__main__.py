@@ -71,7 +71,6 @@ def export(cfg: DictConfig) -> None:
         license=choice.license,
         overwrite=choice.overwrite,
     )
-    format_of(to).refuse(source, choice.quant, options=options)
     measure = measure_of(cfg, choice, entry) if choice.check else None
     exported = export_drafter(source, plan, measure)
     say(tables(exported.sections, width=100) if exported.sections else f"{exported.num_tensors} tensors, read back")

@@ -11,6 +11,7 @@ from drafters.errors import CheckpointError, ConfigError
 from drafters.spec import TargetSpec
 from export.compressed import manifest_of, tensors_of
 from export.families import family_of
+from export.formats import Manifest
 from export.published import published_name
 from export.quantize import DTYPES, is_quantized, quantize, scheme_of
 from export.shapes import shapes_of
@@ -19,7 +20,6 @@ from export.target_rows import embedding_rows, head_rows
 
 __all__ = ["Manifest", "left_out", "published_manifest", "published_tensors", "row_shapes"]
 
-Manifest = dict[str, tuple[tuple[int, ...], str]]
 STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}  # as safetensors spells them
 IDS = "vocab.d2t"
 

@@ -19,6 +19,7 @@ from drafters.packed.load import OUTPUT_ROWS
 from drafters.spec import TargetSpec
 from export import table
 from export.families import family_of, vocabulary_of
+from export.formats import Manifest
 from export.pack import check_packing, pack, parts_of, scheme_for, unpack
 from export.quantize import Quantized, dequantize, error_bound, quantize, scheme_of
 from export.source import Source
@@ -27,7 +28,6 @@ from export.target_rows import head_rows
 __all__ = ["Options", "bounds", "commands", "load", "manifest", "notes", "read", "refuse", "stored", "write"]
 
 WEIGHTS = "model.safetensors"
-Manifest = dict[str, tuple[tuple[int, ...], str]]
 # Drafters whose drafts end in the target's output projection; the others bring their own.
 _BORROW = ("parallel", "markov", "gated", "rnn", "mtp", "exit", "own")
 

@@ -37,13 +37,14 @@ def check_confidence(target: "FrozenTarget", drafter: Drafter, prompt: Tensor) -
     uniforms_1S = torch.rand(1, size, dtype=torch.float64, generator=generator)
     first = session.propose(size, Draws(SAMPLING, uniforms_1S.to(target.device)))
     for slot in range(first.tokens_BS.shape[1]):
-        for name in SIGNALS * TRIES:
+        for _ in range(TRIES):
             other_1S = torch.cat([uniforms_1S[:, :slot], torch.rand(1, size - slot, generator=generator)], 1)
             again = session.propose(size, Draws(SAMPLING, other_1S.to(target.device)))
-            seen, kept = (one.signal(name)[0, : slot + 1] for one in (again, first))
-            if not torch.allclose(seen, kept, rtol=1e-3, atol=1e-5):
-                raise ConfigError(
-                    f"schedule: the confidence of {type(drafter).__name__} in draft {slot + 1} changes with that draft "
-                    f"({float(kept[-1]):.4f}, then {float(seen[-1]):.4f}); a schedule that reads it would change what "
-                    "is written; accepted: a confidence that depends on the tokens before the draft alone"
-                )
+            for name in SIGNALS:
+                seen, kept = (one.signal(name)[0, : slot + 1] for one in (again, first))
+                if not torch.allclose(seen, kept, rtol=1e-3, atol=1e-5):
+                    raise ConfigError(
+                        f"schedule: the confidence of {type(drafter).__name__} in draft {slot + 1} changes with that "
+                        f"draft ({float(kept[-1]):.4f}, then {float(seen[-1]):.4f}); a schedule that reads it would "
+                        "change what is written; accepted: a confidence that depends on the tokens before the draft alone"
+                    )
