@@ -46,5 +46,6 @@ def check_confidence(target: "FrozenTarget", drafter: Drafter, prompt: Tensor) -
                     raise ConfigError(
                         f"schedule: the confidence of {type(drafter).__name__} in draft {slot + 1} changes with that "
                         f"draft ({float(kept[-1]):.4f}, then {float(seen[-1]):.4f}); a schedule that reads it would "
-                        "change what is written; accepted: a confidence that depends on the tokens before the draft alone"
+                        "change what is written; accepted: a confidence that depends on the tokens before the draft "
+                        "alone"
                     )
