@@ -52,6 +52,11 @@ def load_warm_start(path: str, cls: type[Drafter], config: Any, spec: TargetSpec
     target of other sizes.
     """
     folder = folder_of(path)
+    if read_config(folder)["weights"].get("packed", False):
+        raise ConfigError(
+            f"warm_start: {folder} is packed: its weights are rounded, and not trained on; accepted: the run that it "
+            "was exported from"
+        )
     drafter = load_drafter(folder, spec=spec, allow_other_target=True)
     if type(drafter) is not cls:
         raise ConfigError(

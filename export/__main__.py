@@ -59,7 +59,8 @@ def export(cfg: DictConfig) -> None:
     (entry,) = find_entries([str(choice.run)], {}, key="run")
     assert entry.run is not None
     node = target_node([entry], plain.get("target"))
-    source = open_source(entry.run.drafter, target_folder=resolve(node["weights"], sha256=node.get("sha256")))
+    target_folder = resolve(node["weights"], sha256=node.get("sha256"))
+    source = open_source(entry.run.drafter, target_folder=target_folder, other_target=plain.get("target") is not None)
     name = to if choice.quant == "none" else f"{to}-{choice.quant}"
     out = entry.run.folder / "export" / name if choice.out is None else Path(choice.out).expanduser()
     plan = Plan(

@@ -98,11 +98,6 @@ def _check_settings(plan: "Plan") -> None:
             f"drafter.order: got '{config.order}'; engines project the halves in the other order{again}: "
             f"{spelling.order}; train it again"
         )
-    if config.draft_vocab_size is not None:
-        raise ConfigError(
-            f"drafter.draft_vocab_size: got {config.draft_vocab_size}; engines let these modules draft over the whole "
-            f"vocabulary{again}: null; train it again"
-        )
     several = config.block_size > 1 and not plan.options.first_depth
     if several and not config.share_depths:
         raise ConfigError(

@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from drafters.checkpoint import load_drafter, read_config
+from drafters.errors import CheckpointError
 from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
+from drafters.weights import fingerprint
 
 __all__ = ["Source", "open_source"]
 
@@ -34,13 +36,20 @@ class Source:
         return dict(self.drafter.state_dict())
 
 
-def open_source(folder: Path, *, target_folder: Path | None = None) -> Source:
-    """Load a `drafter/` folder. Raises CheckpointError when it is missing, damaged or of another version."""
+def open_source(folder: Path, *, target_folder: Path | None = None, other_target: bool = False) -> Source:
+    """Load a `drafter/` folder. Raises CheckpointError when it is missing, damaged or of another version, or when other
+    weights lie in `target_folder` than those it was trained for, unless `other_target`."""
     stored = read_config(folder)
+    spec = TargetSpec.from_dict(stored["target"])
+    if target_folder is not None and not other_target and (found := fingerprint(target_folder)) != spec.weights_hash:
+        raise CheckpointError(
+            f"{folder}: trained for target '{spec.name}', weights {spec.weights_hash[:12]}, but in {target_folder} lie "
+            f"weights {found[:12]}; put the target it was trained for there, or name another as target="
+        )
     return Source(
         folder=folder,
         drafter=load_drafter(folder),
-        spec=TargetSpec.from_dict(stored["target"]),
+        spec=spec,
         node=stored["drafter"],
         provenance={**stored["provenance"], "sha256": stored["weights"]["sha256"]},
         target_folder=target_folder,

@@ -107,7 +107,10 @@ def _gguf(engine: str, family: str, reduced: bool) -> Verdict:
 def _mtp(engine: str, family: str, reduced: bool) -> Verdict:
     if family != "mtp":
         return Verdict(False, "only modules for multi-token prediction go into a target")
-    return Verdict(True, "a target whose family it knows with such modules")
+    if reduced:
+        return Verdict(False, "these modules draft over the target's whole vocabulary")
+    others = "" if engine == "llama.cpp" else "DeepSeek-V3, MiMo, "
+    return Verdict(True, f"in a target of the kind of {others}GLM-4-MoE, Qwen3-Next or Qwen3.5")
 
 
 def refusal(to: str, family: str, vocabulary: str) -> str | None:

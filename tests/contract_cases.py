@@ -167,9 +167,9 @@ def taught(name: str):
     return drafter.eval(), losses
 
 
-def learn(drafter, batch: Batch, optimizer) -> float:
+def learn(drafter, batch: Batch, optimizer, *, world: World | None = None) -> float:
     """One step in float32; the mean loss before it."""
-    found = drafter.train().loss(batch, tiny_world().target.head)
+    found = drafter.train().loss(batch, (world or tiny_world()).target.head)
     optimizer.zero_grad()
     (found.total / found.count).backward()
     optimizer.step()

@@ -39,7 +39,7 @@ def source_of(target, tmp_path, *, target_folder, name="", **settings):
     """A random drafter for it, saved and opened to be exported."""
     drafter = make_mtp(target, **{**FITTING, "order": order_of(name), **settings})
     folder = save_drafter(drafter, tmp_path / "drafter", spec=target.spec)
-    return open_source(folder, target_folder=target_folder)
+    return open_source(folder, target_folder=target_folder, other_target=True)
 
 
 def world_of(name, tmp_path, **settings):

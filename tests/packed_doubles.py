@@ -36,7 +36,7 @@ def folder_of(target, folder: Path) -> Path:
 def source_of(drafter, target, folder: Path):
     """A drafter opened to be exported, and its target's folder beside."""
     saved = save_drafter(drafter, folder / "drafter", spec=target.spec)
-    return open_source(saved, target_folder=folder_of(target, folder / "target"))
+    return open_source(saved, target_folder=folder_of(target, folder / "target"), other_target=True)
 
 
 def written(drafter, target, folder: Path, *, quant="int8", **options) -> Path:

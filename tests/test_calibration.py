@@ -26,14 +26,17 @@ from drafters.types import Sampling
 FITTED = {"sampling": Sampling(temperature=1.0), "drafter_sha256": "d" * 64, "target_hash": "t" * 64}
 
 
-def drawn(temperatures, biases, *, seed, num_rounds=20000, num_prompts=50, shortest=None):
-    """Rounds whose draft k stands with probability sigmoid(logit(c_k) / T_k + b_k); c depends on a common ease."""
+def drawn(temperatures, biases, skews=None, *, seed, num_rounds=20000, num_prompts=50, shortest=None):
+    """Rounds whose draft k stands with probability sigmoid((logit(c_k) + s_k log(c_k (1 - c_k))) / T_k + b_k); c
+    depends on a common ease."""
     generator = torch.Generator().manual_seed(seed)
     num_slots = len(temperatures)
     ease_N1 = torch.randn((num_rounds, 1), generator=generator, dtype=torch.float64)
     noise_NG = torch.randn((num_rounds, num_slots), generator=generator, dtype=torch.float64)
     logit_NG = 0.7 + 1.2 * ease_N1 + noise_NG
-    true_NG = torch.sigmoid(logit_NG / torch.tensor(temperatures) + torch.tensor(biases))
+    spread_NG = (logit_NG.sigmoid() * (-logit_NG).sigmoid()).log()
+    bent_NG = logit_NG + torch.tensor(skews or (0.0,) * num_slots) * spread_NG
+    true_NG = torch.sigmoid(bent_NG / torch.tensor(temperatures) + torch.tensor(biases))
     stands_NG = torch.rand(true_NG.shape, generator=generator, dtype=torch.float64) < true_NG
     low = num_slots if shortest is None else shortest
     proposed_N = torch.randint(low, num_slots + 1, (num_rounds,), generator=generator)
@@ -48,9 +51,9 @@ def drawn(temperatures, biases, *, seed, num_rounds=20000, num_prompts=50, short
     )
 
 
-def calibrated(temperatures, biases=None, *, method="temperature"):
-    biases = (0.0,) * len(temperatures) if biases is None else biases
-    return Calibration(temperatures=temperatures, biases=biases, method=method, **FITTED)
+def calibrated(temperatures, biases=None, skews=None, *, method="temperature"):
+    zeros = (0.0,) * len(temperatures)
+    return Calibration(temperatures=temperatures, biases=biases or zeros, skews=skews or zeros, method=method, **FITTED)
 
 
 def plain_error(probabilities, labels, num_bins=15):
@@ -138,8 +141,8 @@ def test_bins_hold_their_ends():
 @pytest.mark.parametrize("seed", range(3))
 def test_known_temperatures_come_back(seed):
     true = (2.0, 0.6, 1.5, 1.0)
-    temperatures, biases = fit(drawn(true, (0.0,) * 4, seed=seed), method="temperature")
-    assert biases == (0.0,) * 4
+    temperatures, biases, skews = fit(drawn(true, (0.0,) * 4, seed=seed), method="temperature")
+    assert biases == skews == (0.0,) * 4
     for found, expected in zip(temperatures, true, strict=True):
         assert found == pytest.approx(expected, rel=0.15)
 
@@ -147,9 +150,38 @@ def test_known_temperatures_come_back(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_known_temperatures_and_biases_come_back(seed):
     true, shift = (2.0, 0.6, 1.5, 1.0), (-0.5, 0.8, 0.0, 0.3)
-    temperatures, biases = fit(drawn(true, shift, seed=seed), method="affine")
+    temperatures, biases, skews = fit(drawn(true, shift, seed=seed), method="affine")
     assert temperatures == pytest.approx(true, rel=0.12)
     assert biases == pytest.approx(shift, abs=0.12)
+    assert skews == (0.0,) * 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_known_curves_come_back(seed):
+    true = (2.0, 0.6, 1.5), (-0.5, 0.8, 0.3), (0.6, -0.5, 0.0)
+    found = fit(drawn(*true, seed=seed, num_rounds=60000), method="beta")
+    confidence_BS = torch.linspace(0.1, 0.9, 17, dtype=torch.float64)[:, None].expand(-1, 3)
+    mine_BS, true_BS = (calibrated(*curves, method="beta").apply(confidence_BS) for curves in (found, true))
+    assert (mine_BS - true_BS).abs().max() < 0.03
+    assert found.skews[0] == pytest.approx(0.6, abs=0.15)
+
+
+def test_a_skewed_curve_is_beta_calibration():
+    """The definition of Kull, Silva Filho and Flach: 1 / (1 + 1 / (e^d c^a / (1 - c)^b))."""
+    confidence_BS = torch.rand(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found_BS = calibrated((2.0, 0.5), (0.3, -1.0), (0.4, -0.7), method="beta").apply(confidence_BS)
+    for k, (t, d, s) in enumerate([(2.0, 0.3, 0.4), (0.5, -1.0, -0.7)]):
+        a, b, c_B = (1 + s) / t, (1 - s) / t, confidence_BS[:, k]
+        plain_B = 1 / (1 + 1 / (math.exp(d) * c_B**a / (1 - c_B) ** b))
+        assert torch.allclose(found_BS[:, k], plain_B, atol=1e-12)
+
+
+@pytest.mark.parametrize("skew", [-1.0, -0.5, 0.5, 1.0])
+def test_no_curve_changes_the_order(skew):
+    confidence_B1 = torch.linspace(0, 1, 1001, dtype=torch.float64)[:, None]
+    found_B = calibrated((1.5,), (0.2,), (skew,), method="beta").apply(confidence_B1)[:, 0]
+    assert (found_B.diff() >= 0).all()
+    assert (found_B.diff() > 0).sum() > 900
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -170,13 +202,22 @@ def test_a_bias_repairs_what_a_temperature_cannot():
     for method in METHODS:
         found = calibrated(*fit(seen, method=method), method=method).survival(seen.confidence_NG)[:, 0]
         errors[method] = calibration_error(found, seen.survived_NG[:, 0])
-    assert errors["affine"] < 0.02 < errors["temperature"]
+    assert max(errors["affine"], errors["beta"]) < 0.02 < errors["temperature"]
+
+
+def test_a_skew_repairs_what_a_bias_cannot():
+    seen = drawn((0.5,), (0.0,), (0.9,), seed=0)
+    errors = {}
+    for method in METHODS:
+        found = calibrated(*fit(seen, method=method), method=method).survival(seen.confidence_NG)[:, 0]
+        errors[method] = calibration_error(found, seen.survived_NG[:, 0])
+    assert errors["beta"] < 0.012 < min(errors["affine"], errors["temperature"])
 
 
 def test_temperatures_are_the_best_of_a_plain_search_left_to_right():
     """On another grid than the fit's: nothing found there is better by more than a step of the error."""
     seen = drawn((2.0, 0.7, 1.4), (0.2, 0.0, -0.3), seed=5, num_rounds=600, shortest=0)
-    temperatures, _ = fit(seen, method="temperature")
+    temperatures = fit(seen, method="temperature").temperatures
     for k in range(3):
         kept_N = seen.counted_NG[:, k]
         label = seen.survived_NG[kept_N, k]
@@ -189,22 +230,33 @@ def test_temperatures_are_the_best_of_a_plain_search_left_to_right():
         assert error(temperatures[k]) <= plain + 0.003
 
 
-def test_affine_is_the_minimum_of_the_log_loss_of_the_product():
-    seen = drawn((2.0, 0.7, 1.4), (0.2, 0.0, -0.3), seed=5, num_rounds=600, shortest=0)
-    temperatures, biases = fit(seen, method="affine")
-    logit_NG = torch.logit(seen.confidence_NG)
+@pytest.mark.parametrize("method", ["affine", "beta"])
+def test_curves_are_the_minimum_of_the_log_loss_of_the_product(method):
+    seen = drawn((2.0, 0.7, 1.4), (0.2, 0.0, -0.3), (0.3, 0.0, -0.4), seed=5, num_rounds=600, shortest=0)
+    curves = fit(seen, method=method)
+    free = 3 if method == "beta" else 2
+    spread_NG = (seen.confidence_NG * (1 - seen.confidence_NG)).log()
     before_N = torch.ones(seen.num_rounds, dtype=torch.float64)
+
+    def stands(x, k):
+        bent_N = torch.logit(seen.confidence_NG[:, k]) + (x[2] if len(x) > 2 else 0.0) * spread_NG[:, k]
+        return torch.sigmoid(bent_N / math.exp(x[0]) + x[1])
+
     for k in range(3):
         kept_N = seen.counted_NG[:, k]
 
         def loss(x, *, k=k, kept_N=kept_N, before_N=before_N):
-            product_N = before_N[kept_N] * torch.sigmoid(logit_NG[kept_N, k] / math.exp(x[0]) + x[1])
             label_N = seen.survived_NG[kept_N, k].double()
-            return float(F.binary_cross_entropy(product_N, label_N, reduction="sum")) + 0.5 * (x[0] ** 2 + x[1] ** 2)
+            entropy = F.binary_cross_entropy((before_N * stands(x, k))[kept_N], label_N, reduction="sum")
+            return float(entropy) + 0.5 * sum(value**2 for value in x)
 
-        found = minimize(loss, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-9})
-        assert [math.log(temperatures[k]), biases[k]] == pytest.approx(found.x.tolist(), abs=1e-4)
-        before_N = before_N * torch.sigmoid(logit_NG[:, k] / temperatures[k] + biases[k])
+        settings = {"xatol": 1e-8, "fatol": 1e-11, "maxiter": 5000, "maxfev": 5000}
+        found = minimize(
+            loss, [0.0] * free, method="Nelder-Mead", options=settings, bounds=[(-3, 3)] * 2 + [(-1, 1)] * (free - 2)
+        )
+        mine = [math.log(curves.temperatures[k]), curves.biases[k], curves.skews[k]]
+        assert mine[:free] == pytest.approx(found.x.tolist(), abs=2e-4)
+        before_N = before_N * stands(mine, k)
 
 
 def few(confidences, accepted, proposed=None):
@@ -222,11 +274,10 @@ def few(confidences, accepted, proposed=None):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_position_that_nothing_reached_is_as_the_one_before(method):
-    temperatures, biases = fit(few([[0.9, 0.5, 0.5]] * 20, [0] * 14 + [1] * 6), method=method)
-    assert temperatures[0] != 1.0
+    curves = fit(few([[0.9, 0.5, 0.5]] * 20, [0] * 14 + [1] * 6), method=method)
+    assert curves.temperatures[0] != 1.0
     # Six rounds reached the second draft, none the third.
-    assert temperatures[2] == temperatures[1]
-    assert biases[2] == biases[1]
+    assert all(values[2] == values[1] for values in curves)
     assert (
         fit(few([[0.9, 0.5]] * 20, [0] * 20), method=method)[0][1]
         == fit(few([[0.9]] * 20, [0] * 20), method=method)[0][0]
@@ -236,7 +287,7 @@ def test_a_position_that_nothing_reached_is_as_the_one_before(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_drafter_that_never_proposed_so_far_is_left_alone(method):
     nan = math.nan
-    assert fit(few([[nan, nan]] * 3, [0] * 3, [0] * 3), method=method) == ((1.0, 1.0), (0.0, 0.0))
+    assert fit(few([[nan, nan]] * 3, [0] * 3, [0] * 3), method=method) == ((1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -252,7 +303,7 @@ def test_extremes_give_finite_values_that_go_the_right_way(method, accepted, con
 
 def test_a_temperature_is_found_to_a_thousandth():
     seen = few([[0.9]] * 1000, [1] * 627 + [0] * 373)
-    temperatures, _ = fit(seen, method="temperature")
+    temperatures = fit(seen, method="temperature").temperatures
     assert temperatures[0] == pytest.approx(math.log(9) / math.log(627 / 373), rel=1e-3)
 
 
@@ -268,12 +319,11 @@ def test_fits_do_not_mind_inference_mode():
 
 
 def test_few_rounds_move_an_affine_fit_little():
-    _, biases = fit(few([[0.5]], [1]), method="affine")
-    assert 0.1 < biases[0] < 1.0
+    assert 0.1 < fit(few([[0.5]], [1]), method="affine").biases[0] < 1.0
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ConfigError, match="got 'platt'; accepted: temperature, affine"):
+    with pytest.raises(ConfigError, match="got 'platt'; accepted: temperature, affine, beta"):
         fit(few([[0.5]], [1]), method="platt")
 
 
@@ -281,7 +331,8 @@ def test_the_file_gives_back_the_same(tmp_path):
     one = Calibration(
         temperatures=(1.25, 0.1 + 0.2),
         biases=(0.0, -1e-3),
-        method="affine",
+        skews=(-1.0, 0.3),
+        method="beta",
         sampling=Sampling(temperature=0.7, top_k=20),
         drafter_sha256="d",
         target_hash="t",
@@ -297,13 +348,15 @@ def test_the_file_gives_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": 3}, "schema is 3; this version reads 2"),
-        ({"temperatures": [1.0]}, "1 temperatures and 2 biases"),
+        ({"schema": 2}, "schema is 2; this version reads 3"),
+        ({"temperatures": [1.0]}, "1 temperatures, 2 biases and 2 skews"),
         ({"temperatures": [1.0, 0.0]}, "numbers above 0"),
         ({"temperatures": [1.0, "hot"]}, "damaged: ValueError"),
         ({"temperatures": None}, "damaged: TypeError"),
-        ({"biases": [0.0, 1.0]}, "accepted: 0 with method 'temperature'"),
-        ({"method": "platt"}, "accepted: identity, temperature, affine"),
+        ({"biases": [0.0, 1.0]}, "biases are .* accepted: 0 with method 'temperature'"),
+        ({"skews": [0.0, 0.1]}, "skews are .* accepted: 0 with method 'temperature'"),
+        ({"skews": [0.0, 1.1], "method": "beta"}, "skews are .* accepted: numbers from -1 to 1"),
+        ({"method": "platt"}, "accepted: identity, temperature, affine, beta"),
         ({"method": "identity"}, "accepted: 1 with method 'identity'"),
         ({"sampling": {"heat": 1.0}}, "damaged: TypeError .*heat"),
         ({"extra": 1}, "damaged: TypeError .*extra"),

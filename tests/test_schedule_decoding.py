@@ -67,6 +67,7 @@ def calibration(sharpness):
     return Calibration(
         temperatures=(1 / sharpness,) * GAMMA,
         biases=(0.0,) * GAMMA,
+        skews=(0.0,) * GAMMA,
         method="temperature",
         sampling=PLAIN,
         drafter_sha256="",

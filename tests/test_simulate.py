@@ -309,6 +309,7 @@ def test_survivals_are_calibrated_and_end_where_the_proposal_does():
     calibration = Calibration(
         temperatures=(2.0,) * 4,
         biases=(0.0,) * 4,
+        skews=(0.0,) * 4,
         method="temperature",
         sampling=Sampling(),
         drafter_sha256="d",

@@ -38,7 +38,7 @@ def only(pattern, folder):
 
 def test_a_fit_is_stored_with_the_drafter_and_judged_by_other_prompts(world, studied):
     calibration = Calibration.load(studied / "drafter")
-    assert calibration.method == "affine"
+    assert calibration.method == "beta"
     assert len(calibration.temperatures) == 3
     out = only("calibrate/*", studied)
     assert {path.name for path in out.iterdir()} == {
@@ -73,7 +73,7 @@ def test_a_schedule_decodes_the_same_text_and_says_what_it_did(world, studied, s
     report = Report.from_dict(json.loads((out / "report.json").read_text()))
     assert report.divergences["prompts"] == 0
     assert report.schedule["scheduler"].lower() == schedule
-    assert report.schedule["calibration"] == (None if schedule in ("fixed", "off") else "affine")
+    assert report.schedule["calibration"] == (None if schedule in ("fixed", "off") else "beta")
     assert 0 <= report.schedule["accepted"] <= report.schedule["drafts_verified"] <= report.block_size
     assert (report.schedule["not_drafting"] == 1) == (schedule == "off")
     assert report.schedule["scheduler"] in (out / "report.md").read_text()
@@ -177,7 +177,7 @@ def test_what_was_recorded_is_judged_again_without_decoding(world, studied, monk
     before = (studied / "drafter" / "calibration.json").read_bytes()
     own = (f"task.observations={path}", *on(world), f"out={world}/again")
     evaluated(f"run={studied}", "task=calibrate", "task.fit=false", *own)
-    assert json.loads((world / "again" / "reliability.json").read_text())["method"] == "affine"
+    assert json.loads((world / "again" / "reliability.json").read_text())["method"] == "beta"
     assert (studied / "drafter" / "calibration.json").read_bytes() == before
 
 

@@ -86,7 +86,7 @@ class CalibrateConfig:
     task=calibrate recorded, in place of decoding."""
 
     name: str = "calibrate"
-    method: str = "affine"
+    method: str = "beta"
     signal: str = "auto"
     fit: bool = True
     observations: str | None = None
@@ -207,8 +207,7 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
         "squared_errors": errors,
         "method": calibration.method,
         "fitted_here": config.fit,
-        "temperatures": list(calibration.temperatures),
-        "biases": list(calibration.biases),
+        **{name: list(values) for name, values in calibration.curves._asdict().items()},
         **measure_reliability(observations, judged_NG, seed=job.config.seed),
         "provenance": job.provenance(),
     }
@@ -231,10 +230,11 @@ def _fitted(
     judged = {name: cross_validated(observations.by(name), method=config.method) for name in names}
     errors = {name: squared_error(observations, values_NG) for name, values_NG in judged.items()}
     signal = min(names, key=lambda name: errors[name])
-    temperatures, biases = fit(observations.by(signal), method=config.method)
+    curves = fit(observations.by(signal), method=config.method)
     calibration = Calibration(
-        temperatures=temperatures,
-        biases=biases,
+        temperatures=curves.temperatures,
+        biases=curves.biases,
+        skews=curves.skews,
         method=config.method,
         sampling=job.config.sampling,
         **job.hashes,

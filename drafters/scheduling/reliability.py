@@ -63,8 +63,7 @@ def cross_validated(observations: Observations, *, method: str, folds: int = 5, 
     found_NG = observations.confidence_NG.clone()
     for fold in fold_N.unique().tolist():
         judged_N = fold_N == fold
-        temperatures, biases = fit(observations.where(~judged_N), method=method)
-        found_NG[judged_N] = calibrate(found_NG[judged_N], temperatures, biases)
+        found_NG[judged_N] = calibrate(found_NG[judged_N], fit(observations.where(~judged_N), method=method))
     return found_NG
 
 
