@@ -6,9 +6,11 @@ import json
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 from drafters.checkpoint import load_drafter
 from drafters.errors import CheckpointError, ConfigError
+from drafters.warm_start import load_warm_start
 from export import __main__ as door
 from export import exporting, import_draft, to_hf
 from tests.door_world import make_run, settings
@@ -132,7 +134,24 @@ def test_a_full_disk_leaves_nothing(world, run, monkeypatch):
 
 def test_a_packed_folder_drafts_as_any_other(world, run):
     exported(run, world, "to=packed", "quant=int8", "check=false", f"out={world}/packed")
-    assert load_drafter(world / "packed").block_size == load_drafter(run / "drafter").block_size
+    drafter = load_drafter(world / "packed")
+    assert drafter.block_size == load_drafter(run / "drafter").block_size
+    with pytest.raises(
+        ConfigError, match=r"^warm_start: .*packed is packed: .* accepted: the run that it was exported"
+    ):
+        load_warm_start(str(world / "packed"), type(drafter), drafter.config, drafter.spec)
+
+
+def test_a_target_with_other_weights_in_its_place_is_refused(world, run):
+    place, away = world / "target" / "model.safetensors", world / "away.safetensors"
+    place.rename(away)
+    save_file({name: tensor + 1 for name, tensor in load_file(away).items()}, place)
+    try:
+        with pytest.raises(CheckpointError, match=r"trained for target 'tiny', weights .* but in .*target lie weights"):
+            exported(run, world, "check=false", f"out={world}/moved")
+    finally:
+        away.rename(place)
+    assert not (world / "moved").exists()
 
 
 PUSHED = []
