@@ -70,11 +70,13 @@ def _look_up_loaded(vocab: DraftVocab, _: Any) -> None:
 
 
 def check_vocab_size(size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
-    """The ids that have to be in, ascending. Raises ConfigError when `size` does not hold them, or is more than all."""
+    """The ids that have to be in, ascending. Raises ConfigError when `size` does not hold them, or is not less than
+    all: engines take a map of all tokens for none."""
     forced = sorted({int(i) for i in always})
-    if not max(1, len(forced)) <= size <= vocab_size:
+    if not max(1, len(forced)) <= size < vocab_size:
         raise ConfigError(
-            f"drafter.draft_vocab_size: got {size}; accepted: {max(1, len(forced))} to the target's {vocab_size}"
+            f"drafter.draft_vocab_size: got {size}; accepted: {max(1, len(forced))} to {vocab_size - 1}, or null for "
+            f"all {vocab_size} of the target"
         )
     return forced
 

