@@ -114,7 +114,7 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     choice = typed(Choice, {f.name: plain[f.name] for f in fields(Choice)}, key="")
     config = typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="")
     wanted = typed(PromptConfig, {name: plain[name] for name in PROMPTS}, key="")
-    settings = task_settings(plain["task"], choice)
+    settings = task_settings(plain["task"], choice, has_schedule=plain.get("schedule") is not None)
     if settings.name == "show" and wanted.num_prompts is None:
         wanted = replace(wanted, num_prompts=1)
     _, source = build_config(cfg.source, key="source")
@@ -213,7 +213,7 @@ def study(task: Task, ranks: "Ranks") -> None:
     run_study(job, task.settings)
 
 
-def task_settings(node: Mapping[str, Any], choice: Choice) -> Any:
+def task_settings(node: Mapping[str, Any], choice: Choice, *, has_schedule: bool = False) -> Any:
     """What one of conf/task says, typed. Raises ConfigError for a setting that is unknown or wrong, and for settings
     that the task has no use for."""
     from drafters.config import typed
@@ -228,6 +228,11 @@ def task_settings(node: Mapping[str, Any], choice: Choice) -> Any:
         raise ConfigError(f"compare: task={name} is about one drafter; give run= instead")
     if name != "show" and choice.text is not None:
         raise ConfigError(f"text: a prompt of your own is for task=show; task={name} needs a source of prompts")
+    if name != "measure" and has_schedule:
+        raise ConfigError(
+            f"schedule: it is for task=measure; task={name} decodes without one; accepted: null (task=simulate takes "
+            "its schedules from task.schedules)"
+        )
     return typed(kind, node, key="task")
 
 

@@ -217,6 +217,8 @@ WRONG = {
     "fewer tokens than rows": ({**LEAST, "verify": [{**POINT, "tokens": 1}]}, r"tokens: got 1; accepted: .*2 or more"),
     "zero seconds": ({**LEAST, "verify": [{**POINT, "seconds": 0}]}, r"verify\[0\]\.seconds: got 0; .* more than 0"),
     "infinite": ({**LEAST, "verify": [{**POINT, "seconds": math.inf}]}, r"seconds: got Infinity; accepted: a finite"),
+    "huge": ({**LEAST, "verify": [{**POINT, "seconds": 10**400}]}, r"seconds: got 1000.*; accepted: a finite"),
+    "huge tokens": ({**LEAST, "verify": [{**POINT, "tokens": 10**400}]}, r"verify\[0\]\.tokens: got 1000"),
     "text": ({**LEAST, "verify": [{**POINT, "seconds": "1 ms"}]}, r'seconds: got "1 ms"; accepted: a finite'),
     "a flag": ({**LEAST, "verify": [{**POINT, "rows": True}]}, r"verify\[0\]\.rows: got true"),
     "half a token": ({**LEAST, "verify": [{**POINT, "tokens": 4.5}]}, r"verify\[0\]\.tokens: got 4.5"),
@@ -246,6 +248,9 @@ def test_what_cannot_be_is_refused(case, tmp_path):
 def test_files_that_are_none_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.json: No such file"):
         CostProfile.load(tmp_path / "nowhere.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"deep\.json: not valid JSON"):
+        CostProfile.load(tmp_path / "deep.json")
     (tmp_path / "cut.json").write_text('{"layout": "pad')
     with pytest.raises(ConfigError, match=r"cut\.json: not valid JSON"):
         CostProfile.load(tmp_path / "cut.json")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.decoding.report import Report
-from drafters.errors import CheckpointError, ConfigError
+from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.scheduling.calibration import Calibration
 from drafters.scheduling.observations import Observations
 from drafters.scheduling.profile import CostProfile
@@ -124,6 +124,15 @@ def test_what_was_recorded_for_a_simulation_is_replayed_and_nothing_else(world, 
             evaluated(f"run={studied}", f"task={task}", *on(world), f"task.observations={given}")
 
 
+@pytest.mark.parametrize("text", ["[1]", "null", "{"])
+def test_damaged_circumstances_of_rounds_are_refused_by_name(world, studied, tmp_path, text):
+    kept = only("calibrate/*", studied) / "observations.safetensors"
+    path = shutil.copy(kept, tmp_path)
+    (tmp_path / "observations.json").write_text(text)
+    with pytest.raises(DataError, match=r"observations\.json: "):
+        evaluated(f"run={studied}", "task=sweep", *on(world), f"task.observations={path}")
+
+
 def test_a_profile_of_other_hardware_can_be_given(world, studied):
     path = world / "theirs.json"
     path.write_text(json.dumps({"layout": "ragged", "verify": [{"tokens": n, "seconds": 0.01} for n in (1, 64)]}))
@@ -148,6 +157,9 @@ def test_what_is_missing_is_named(world, studied):
         ),
         (["task=calibrate", "task.signal=best"], ConfigError, r"^task: signal: got 'best'; accepted: auto, confidence"),
         (["task=profile", "task.rows=[0]"], ConfigError, r"rows: got \[0\]"),
+        (["task=simulate", "task.concurrency=[1,0]"], ConfigError, r"^task: concurrency: got \[0\]; accepted"),
+        (["task=show", "schedule=prefix"], ConfigError, r"^schedule: it is for task=measure; task=show decodes"),
+        (["task=calibrate", "schedule=off"], ConfigError, r"^schedule: it is for task=measure; task=calibrate"),
         (["task=sweep", "+task.much=1"], ConfigError, "much"),
         (["schedule=fixed", "length=2"], ConfigError, r"^schedule: it decides how many drafts are verified"),
         (["schedule=fixed", "schedule.length=9"], ConfigError, r"^schedule\.length: got 9; accepted: 0 to 3"),

@@ -135,7 +135,7 @@ class Calibration:
             values = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; {AGAIN}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}; {AGAIN}") from error
         schema = values.pop("schema", None) if isinstance(values, dict) else None
         if schema != SCHEMA:
@@ -145,7 +145,7 @@ class Calibration:
             return cls(**{**values, **numbers, "sampling": Sampling(**values["sampling"])})
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path}: damaged: {type(error).__name__} {error}; {AGAIN}") from error
 
 
@@ -275,6 +275,12 @@ def _problem(calibration: Calibration) -> str | None:
     accepted = (IDENTITY, *METHODS)
     if calibration.signal not in SIGNALS:
         return f"signal is {calibration.signal!r}, accepted: {', '.join(SIGNALS)}"
+    for name in ("drafter_sha256", "target_hash"):
+        if not isinstance(getattr(calibration, name), str):
+            return f"{name} is {getattr(calibration, name)!r}, accepted: a text"
+    for name, value in asdict(calibration.sampling).items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return f"sampling.{name} is {value!r}, accepted: a finite number"
     if method not in accepted:
         return f"method is {method!r}, accepted: {', '.join(accepted)}"
     if not temperatures or len({len(temperatures), len(biases), len(skews)}) != 1:

@@ -17,7 +17,7 @@ from drafters.decoding.records import Round
 from drafters.decoding.report import plain, read_json, write_json
 from drafters.decoding.runner import Runner
 from drafters.door import Place, command_facts, decoding_into, phase_bars, say
-from drafters.errors import ConfigError
+from drafters.errors import ConfigError, DataError
 from drafters.scheduling.calibration import METHODS, Calibration, fit
 from drafters.scheduling.check import check_confidence
 from drafters.scheduling.observations import Observations
@@ -167,7 +167,7 @@ def recorded(job: Job, path: str | None, *, everywhere: bool = False) -> Observa
         chosen = found[-1]
     say(f"Rounds: {chosen}")
     observations = Observations.load(chosen)
-    told = read_json(dict, chosen.with_suffix(".json"))
+    told = read_json(_circumstances, chosen.with_suffix(".json"))
     for name, wanted in job.circumstances(everywhere=everywhere).items():
         if told.get(name) != wanted:
             task = "simulate" if everywhere else "calibrate"
@@ -176,6 +176,12 @@ def recorded(job: Job, path: str | None, *, everywhere: bool = False) -> Observa
                 f"rounds of the same drafter and target, at the same sampling, as task={task} records them"
             )
     return observations
+
+
+def _circumstances(values: Any) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise DataError(f"got {str(values)[:60]}; accepted: values by name; decode the prompts again")
+    return values
 
 
 def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:

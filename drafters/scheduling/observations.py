@@ -130,7 +130,7 @@ class Observations:
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: cannot be read: {error}; {AGAIN}") from error
         schema = tensors.pop("schema", None)
-        found = None if schema is None or schema.numel() != 1 else int(schema)
+        found = None if schema is None or schema.numel() != 1 else schema.item()
         if found != SCHEMA:
             raise DataError(f"{path}: schema is {found}; this version reads {SCHEMA}; {AGAIN}")
         if set(tensors) != set(TYPES):
@@ -158,6 +158,8 @@ def _problem(tensors: dict[str, Tensor]) -> str | None:
         return f"confidence_NG has {num_rounds} rounds, another tensor has not"
     if (accepted_N < 0).any() or (accepted_N > proposed_N).any() or (proposed_N > num_slots).any():
         return f"accepted and proposed drafts do not fit 0 <= accepted <= proposed <= {num_slots}"
+    if (prompt_N < 0).any() or (context_N < 0).any():
+        return "prompt_N or context_N has negative numbers, accepted: 0 or more"
     counted_NG = proposed_N[:, None] > torch.arange(num_slots)
     for said_NG in (confidence_NG, likeliest_NG):
         is_right_NG = torch.where(counted_NG, (said_NG >= 0) & (said_NG <= 1), said_NG.isnan())

@@ -3,7 +3,7 @@
 # measures one.
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -21,6 +21,7 @@ __all__ = ["LAYOUTS", "SCHEMA", "CostProfile", "DraftPoint", "OverheadPoint", "V
 
 SCHEMA = 1
 LAYOUTS = ("padded", "ragged")
+MOST = 2**53  # whole numbers up to here are exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class CostProfile:
             raise ConfigError(f"{path}: {error}") from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give the profile.json of a profile task") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid JSON ({error}); correct it or measure the profile again") from error
 
     @classmethod
@@ -258,9 +259,7 @@ def _check_rows(rows: Any, key: str) -> None:
 
 def _check_seconds(seconds: Any, key: str) -> None:
     is_number = isinstance(seconds, float | int) and not isinstance(seconds, bool)
-    _check(
-        is_number and math.isfinite(seconds) and seconds >= 0, key, seconds, "a finite number of seconds, not negative"
-    )
+    _check(is_number and 0 <= seconds <= sys.float_info.max, key, seconds, "a finite number of seconds, not negative")
 
 
 def _check_places(name: str, places: Sequence[tuple[int | None, int]], axis: str) -> None:
@@ -274,7 +273,7 @@ def _check_places(name: str, places: Sequence[tuple[int | None, int]], axis: str
 
 
 def _is_int(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
 
 
 def _check(is_right: bool, key: str, value: Any, accepted: str) -> None:

@@ -54,6 +54,8 @@ class SimulateTask:
         self.settings(0)
         if not self.concurrency:
             raise ValueError("concurrency: got []; accepted: one or more numbers of requests")
+        if wrong := [value for value in self.concurrency if value < 1]:
+            raise ValueError(f"concurrency: got {wrong}; accepted: numbers of requests, 1 or more each")
 
     def settings(self, seed: int) -> SimulateConfig:
         """As the simulator takes them."""
