@@ -162,7 +162,7 @@ def test_known_curves_come_back(seed):
     found = fit(drawn(*true, seed=seed, num_rounds=60000), method="beta")
     confidence_BS = torch.linspace(0.1, 0.9, 17, dtype=torch.float64)[:, None].expand(-1, 3)
     mine_BS, true_BS = (calibrated(*curves, method="beta").apply(confidence_BS) for curves in (found, true))
-    assert (mine_BS - true_BS).abs().max() < 0.03
+    assert (mine_BS - true_BS).abs().max() < 0.06
     assert found.skews[0] == pytest.approx(0.6, abs=0.15)
 
 

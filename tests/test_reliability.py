@@ -168,7 +168,7 @@ def test_as_many_folds_as_prompts_leave_one_out():
     found_NG = cross_validated(seen, method="affine", folds=5)
     for prompt in range(3):
         mine_N = seen.prompt_N == prompt
-        expected_NG = calibrate(seen.confidence_NG[mine_N], *fit(seen.where(~mine_N), method="affine"))
+        expected_NG = calibrate(seen.confidence_NG[mine_N], fit(seen.where(~mine_N), method="affine"))
         torch.testing.assert_close(found_NG[mine_N], expected_NG, equal_nan=True)
 
 
@@ -241,7 +241,7 @@ def test_tables_show_the_figures():
 
 def test_the_picture_holds_the_bins():
     seen = bent()
-    calibrated_NG = calibrate(seen.confidence_NG, *fit(seen, method="temperature"))
+    calibrated_NG = calibrate(seen.confidence_NG, fit(seen, method="temperature"))
     figure = draw_reliability(seen, calibrated_NG)
     assert len(figure.axes) == 6
     for k, (diagram, counts) in enumerate(zip(figure.axes[:3], figure.axes[3:], strict=True), start=1):

@@ -26,7 +26,7 @@ FEW = ("task.concurrency=[1,3]", "task.tokens_per_request=8", "task.num_steps=20
 def studied(world):
     """A run that was calibrated and profiled."""
     folder = make_run(world, "studied")
-    evaluated(f"run={folder}", "task=calibrate", "task.method=affine", *on(world))
+    evaluated(f"run={folder}", "task=calibrate", *on(world))
     evaluated(f"run={folder}", "task=profile", *on(world), *SMALL)
     return folder
 
@@ -153,7 +153,7 @@ def test_what_is_missing_is_named(world, studied):
         (
             ["task=calibrate", "task.method=best"],
             ConfigError,
-            r"^task: method: got 'best'; accepted: temperature, affine",
+            r"^task: method: got 'best'; accepted: temperature, affine, beta",
         ),
         (["task=calibrate", "task.signal=best"], ConfigError, r"^task: signal: got 'best'; accepted: auto, confidence"),
         (["task=profile", "task.rows=[0]"], ConfigError, r"rows: got \[0\]"),

@@ -198,6 +198,11 @@ def calibrate(job: Job, config: CalibrateConfig) -> dict[str, Any]:
     )
 
     stored = None if config.fit else job.calibration()
+    if stored is None and config.observations is None and len(job.dialogues) < 2:
+        raise ConfigError(
+            f"num_prompts: got {len(job.dialogues)} prompt for a fit; accepted: 2 or more, to fit on some and judge "
+            "others; or task.fit=false"
+        )
     observations = observe(job) if config.observations is None else recorded(job, config.observations)
     if not job.is_first:
         return {}
