@@ -63,6 +63,8 @@ def export(cfg: DictConfig) -> None:
     source = open_source(entry.run.drafter, target_folder=target_folder, other_target=plain.get("target") is not None)
     name = to if choice.quant == "none" else f"{to}-{choice.quant}"
     out = entry.run.folder / "export" / name if choice.out is None else Path(choice.out).expanduser()
+    if out.is_symlink() or out.name in ("", ".."):
+        out = out.resolve()
     plan = Plan(
         to=to,
         quant=choice.quant,
