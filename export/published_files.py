@@ -80,6 +80,10 @@ def _config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON ({error}); the file is damaged") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: holds no settings; the file is damaged")
+    if "drafters_version" in config:
+        raise CheckpointError(
+            f"{folder}: is a drafter of this package, not a published draft; measure its run with evaluate.py run="
+        )
     if wrong := list(wrong_values(config)):
         raise CheckpointError(f"{path}: {'; '.join(wrong)}; correct the file, or download it again")
     return config

@@ -252,3 +252,9 @@ def test_a_config_without_layer_types_slides_as_its_switch_says(target, tmp_path
     assert import_draft(out, spec=target.spec)[0]["window"] == 8
     published(out, {**DEEPSPEC, **keys}, dspark_tensors())
     assert import_draft(out, spec=target.spec)[0]["window"] is None
+
+
+def test_a_drafter_of_our_own_is_told_apart(target, tmp_path):
+    out = published(tmp_path / "out", {"schema": 1, "drafters_version": "0.1.0"}, dspark_tensors())
+    with pytest.raises(CheckpointError, match="is a drafter of this package, not a published draft; measure its run"):
+        import_draft(out, spec=target.spec)
