@@ -24,7 +24,7 @@ import torch
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import file_sha256
 
-__all__ = ["cache_root", "fingerprint", "load_model", "load_tokenizer", "resolve"]
+__all__ = ["cache_root", "fingerprint", "hub_id", "load_model", "load_tokenizer", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,15 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
                 f"target.weights: {path} has no config.json; give a folder in the Hugging Face layout"
             )
         return path
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", weights):
+    if hub_id(weights) is not None:
         return _from_hub(weights)
     raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
+
+
+def hub_id(weights: str) -> str | None:
+    """`org/name` of a spelling that is fetched from the hub, without its revision; None for the others."""
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", weights) and not weights.endswith(".gguf")
+    return weights.partition("@")[0] if is_id and not Path(weights).is_dir() else None
 
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Any:

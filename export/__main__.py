@@ -47,7 +47,7 @@ def export(cfg: DictConfig) -> None:
     from drafters.contestants import find_entries, target_node
     from drafters.decoding.render import tables
     from drafters.door import say
-    from drafters.weights import resolve
+    from drafters.weights import hub_id, resolve
     from export.exporting import Plan, export_drafter, push_folder
     from export.formats import format_of
     from export.source import open_source
@@ -59,10 +59,14 @@ def export(cfg: DictConfig) -> None:
     (entry,) = find_entries([str(choice.run)], {}, key="run")
     assert entry.run is not None
     node = target_node([entry], plain.get("target"))
+    if to == "speculators" and options.verifier is None:
+        options = replace(options, verifier=hub_id(node["weights"]))
     target_folder = resolve(node["weights"], sha256=node.get("sha256"))
     source = open_source(entry.run.drafter, target_folder=target_folder, other_target=plain.get("target") is not None)
     name = to if choice.quant == "none" else f"{to}-{choice.quant}"
     out = entry.run.folder / "export" / name if choice.out is None else Path(choice.out).expanduser()
+    if out.is_symlink() or out.name in ("", ".."):
+        out = out.resolve()
     plan = Plan(
         to=to,
         quant=choice.quant,

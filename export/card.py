@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafters.decoding.render import Section, markdown
+from drafters.weights import hub_id
 from export import table
 from export.families import family_of, vocabulary_of
+from export.serving import TARGET
 from export.source import Source
 
 __all__ = ["CardFacts", "card_text"]
@@ -36,11 +38,11 @@ def card_text(source: Source, facts: CardFacts) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     family, vocabulary = family_of(source.node), vocabulary_of(source.node)
-    is_hub_id = facts.base_model.count("/") == 1 and not facts.base_model.startswith((".", "/", "~"))
+    base_model = hub_id(facts.base_model)
     data = ModelCardData(
         license=facts.license,
-        base_model=facts.base_model.partition("@")[0] if is_hub_id else None,
-        base_model_relation="adapter" if is_hub_id else None,
+        base_model=base_model,
+        base_model_relation="adapter" if base_model else None,
         library_name="gguf" if facts.to == "gguf" else "transformers" if facts.to == "mtp" else None,
         tags=[*TAGS, family, *([facts.quant] if facts.quant != "none" else [])],
     )
@@ -67,6 +69,8 @@ def _serving(facts: CardFacts) -> str:
     if not facts.commands:
         return ""
     blocks = [f"{engine}:\n\n```bash\n{command}\n```" for engine, command in facts.commands.items()]
+    if any(TARGET in command.split() for command in facts.commands.values()):
+        blocks.append(f"{TARGET} is the target in the Hugging Face layout: its hub id or its folder.")
     return "## How to serve it\n\n" + "\n\n".join(blocks)
 
 

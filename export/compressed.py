@@ -171,6 +171,8 @@ def read_quantized(tensors: Mapping[str, Tensor], name: str, config: Mapping[str
     expected = torch.float8_e4m3fn if scheme.kind == "fp8" else torch.int8
     if values.dtype != expected:
         raise CheckpointError(f"{main}: got {values.dtype}, expected {expected} by its quantization_config")
+    if values.dim() != 2:
+        raise CheckpointError(f"{main}: got shape {list(values.shape)}, expected [out, in]; the file is damaged")
     rows, width = values.shape
     groups = 1 if scheme.group_size is None else width // scheme.group_size
     if scheme.group_size is not None and width % scheme.group_size:
@@ -273,7 +275,7 @@ def _scheme_of(config: Mapping[str, Any]) -> tuple[Scheme, str]:
 
 def _values(tensors: Mapping[str, Tensor], name: str, scheme: Scheme) -> Tensor:
     """int8 [out, in] of packed words."""
-    words, shape = tensors[f"{name}.weight_packed"], _part(tensors, f"{name}.weight_shape").tolist()
+    words, shape = tensors[f"{name}.weight_packed"], _part(tensors, f"{name}.weight_shape").flatten().tolist()
     if scheme.kind == "fp8" or words.dtype != torch.int32 or len(shape) != 2:
         raise CheckpointError(
             f"{name}.weight_packed: {words.dtype} words of a matrix {shape} do not fit kind '{scheme.kind}'; expected "

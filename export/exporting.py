@@ -63,9 +63,8 @@ def export_drafter(source: Source, plan: Plan, measure: Measure | None) -> Expor
     then as it was before."""
     made, out = format_of(plan.to), plan.out
     made.refuse(source, plan.quant, options=plan.options)
-    if out.exists() and not plan.overwrite:
-        raise ConfigError(f"out: {out} is there already; choose another folder, or overwrite=true")
-    temp = out.with_name(f"{out.name}.tmp")
+    _check_place(out, overwrite=plan.overwrite)
+    temp = out.with_name(f".{out.name}.export.tmp")
     try:
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir(parents=True)
@@ -80,6 +79,30 @@ def export_drafter(source: Source, plan: Plan, measure: Measure | None) -> Expor
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return exported
+
+
+def _check_place(out: Path, *, overwrite: bool) -> None:
+    """Raises ConfigError where something lies that an export must not take the place of. What a crash in the middle of
+    a replacement left gets its name back."""
+    if not out.name:
+        raise ConfigError(f"out: got '{out}'; accepted: a folder of its own, or null")
+    old = out.with_name(f"{out.name}.old")
+    if old.exists() and not (old / REPORT).is_file():
+        raise ConfigError(f"out: {old} is there, and would be in the way; choose another folder, or move that one")
+    if old.exists() and not out.exists():
+        try:
+            old.rename(out)
+        except OSError as error:
+            raise write_error(out, error) from error
+    if not out.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"out: {out} is there already; choose another folder, or overwrite=true")
+    if not out.is_dir() or (not (out / REPORT).is_file() and any(out.iterdir())):
+        raise ConfigError(
+            f"out: {out} is no export (it has no {REPORT}), so overwrite=true does not take its place; choose another "
+            "folder, or move that one"
+        )
 
 
 def _checked(made: Format, source: Source, plan: Plan, folder: Path, measure: Measure | None) -> Exported:

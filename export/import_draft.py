@@ -14,7 +14,7 @@ def bring_in(cfg: DictConfig) -> None:
     from drafters.checkpoint import save_drafter
     from drafters.config import to_plain
     from drafters.door import load_target, say
-    from drafters.errors import ConfigError
+    from drafters.errors import CheckpointError, ConfigError
     from drafters.files import file_sha256
     from drafters.runs import claim
     from drafters.weights import resolve
@@ -25,7 +25,13 @@ def bring_in(cfg: DictConfig) -> None:
         raise ConfigError(
             f"draft: got {plain['draft']!r}; accepted: the folder or the hub id of a published draft head"
         )
-    folder = resolve(str(plain["draft"]))
+    try:
+        folder = resolve(str(plain["draft"]))
+    except (ConfigError, CheckpointError) as error:
+        reason = str(error).replace("target.weights", "draft")
+        raise type(error)(reason) from error
+    if not isinstance(plain["given"], dict | None):
+        raise ConfigError(f"given: got {plain['given']!r}; accepted: settings by name, such as +given.block_size=7")
     name = plain["name"] or folder.resolve().name
     target = load_target(plain["target"], device=plain["device"])
     node, tensors = import_draft(
@@ -40,7 +46,7 @@ def bring_in(cfg: DictConfig) -> None:
         files = {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
         provenance = {"imported": str(plain["draft"]), "files": files}
         save_drafter(drafter, run.drafter, spec=target.spec, provenance=provenance)
-    say(f"{node['name']}: {len(tensors)} tensors, {node['block_size']} drafts a round")
+    say(f"{node['name']}: {len(tensors)} tensors, {drafter.block_size} drafts a round")
     say(f"Written: {run.drafter}; measure it with: python evaluate.py run={run.folder}")
 
 

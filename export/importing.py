@@ -15,6 +15,7 @@ from drafters.spec import TargetSpec
 from export.families import family_of
 from export.published import our_name
 from export.published_files import Published, open_published
+from export.published_kinds import wrong_values
 from export.published_settings import GIVEN, Facts, block_node, eagle3_node, medusa_node
 from export.shapes import shapes_of
 from export.target_rows import embedding_rows, head_rows
@@ -53,7 +54,9 @@ def import_draft(
     """
     given = dict(given or {})
     if unknown := sorted(given.keys() - set(GIVEN)):
-        raise ConfigError(f"import.{unknown[0]}: unknown setting; accepted: {', '.join(GIVEN)}")
+        raise ConfigError(f"given.{unknown[0]}: unknown setting; accepted: {', '.join(GIVEN)}")
+    if wrong := list(wrong_values(given, "given.")):
+        raise ConfigError("; ".join(wrong))
     published = open_published(folder)
     node, tensors, copies = _read(published, spec, given)
     if family_of(node) == "eagle3" and "lm_head.weight" not in tensors:

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
 from export.compressed import read_quantized
+from export.published_kinds import wrong_values
 
 __all__ = ["Published", "open_published"]
 
 QUANTIZED = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight")
+IDS = ("d2t", "t2d", "token_map")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Other spellings of the same tensors (DeepSpec's exporters, TorchSpec, Model-Optimizer), by how a name begins.
 ALIASES = {
     "model.": "",
@@ -60,9 +64,9 @@ def open_published(folder: Path) -> Published:
         plain = _plain_name(name)
         if plain in tensors:
             raise CheckpointError(f"{folder}: holds '{plain}' twice, once as '{name}'; the folder is damaged")
-        tensors[plain] = tensor.float() if tensor.is_floating_point() else tensor
+        tensors[plain] = _checked(plain, tensor, folder)
     if is_envelope:
-        config = {**config.get("transformer_layer_config", {}), **config}
+        config = {**(config.get("transformer_layer_config") or {}), **config}
     return Published(folder=folder, config=config, is_envelope=is_envelope, tensors=tensors)
 
 
@@ -76,6 +80,12 @@ def _config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON ({error}); the file is damaged") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: holds no settings; the file is damaged")
+    if "drafters_version" in config:
+        raise CheckpointError(
+            f"{folder}: is a drafter of this package, not a published draft; measure its run with evaluate.py run="
+        )
+    if wrong := list(wrong_values(config)):
+        raise CheckpointError(f"{path}: {'; '.join(wrong)}; correct the file, or download it again")
     return config
 
 
@@ -114,6 +124,24 @@ def _dequantized(raw: Mapping[str, Tensor], quantization: Mapping[str, Any], fol
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {error}") from error
     return floats
+
+
+def _checked(name: str, tensor: Tensor, folder: Path) -> Tensor:
+    """Floats as finite float32, ids as they are. Raises CheckpointError for what is neither."""
+    if name in IDS:
+        if tensor.dim() != 1 or tensor.numel() == 0 or tensor.is_floating_point():
+            raise CheckpointError(
+                f"{folder}: {name} is {tensor.dtype} of shape {list(tensor.shape)}; accepted: whole numbers in one row"
+            )
+        return tensor
+    if tensor.dtype not in FLOATS or tensor.dim() == 0:
+        raise CheckpointError(
+            f"{folder}: {name} is {tensor.dtype} of shape {list(tensor.shape)}; accepted: bfloat16, float16 or float32 "
+            "of one axis or more, or quantized with a weight_scale beside it and a quantization_config"
+        )
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{folder}: {name} holds NaN or infinite weights; download the folder again")
+    return tensor.float()
 
 
 def _plain_name(name: str) -> str:

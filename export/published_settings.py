@@ -74,7 +74,7 @@ class Facts:
             return self.given[key]
         value = self.get(key, default)
         if value is None:
-            self.problems.append(f"{key} is missing" + (f"; give {key}=" if key in GIVEN else ""))
+            self.problems.append(f"{key} is missing" + (f"; give +given.{key}=" if key in GIVEN else ""))
         return value
 
     def same(self, key: str, wanted: Any, *, default: Any = None) -> None:
@@ -111,7 +111,7 @@ class Facts:
         said.setdefault("max_position_embeddings", self.spec.max_position)
         try:
             theta, frequencies, scaling = rope_numbers(SimpleNamespace(**said), head_dim=self.spec.head_dim)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.problems.append(f"its rotary settings cannot be read: {error}")
             return
         parameters = said.get("rope_parameters") or said.get("rope_scaling") or {}
@@ -159,9 +159,11 @@ def block_node(facts: Facts) -> dict[str, Any]:
     first = facts.need("sample_from_anchor", None if is_dspark and facts.is_envelope else is_dspark)
     slots = facts.get("block_size")
     if slots is None and "block_size" not in facts.given:
-        facts.problems.append("block_size is missing; give block_size=, the tokens that it drafts at a time")
+        facts.problems.append("block_size is missing; give +given.block_size=, the tokens that it drafts at a time")
     drafts = facts.given.get("block_size", (slots or 2) - (not first))
     layers = facts.need("num_hidden_layers") or 1
+    if layers > len(facts.tensors):
+        facts.problems.append(f"num_hidden_layers is {layers}, but it holds {len(facts.tensors)} tensors")
     family = "parallel" if sequential is None else HEAD_TYPES[facts.get("markov_head_type", "vanilla")]
     return {
         "_target_": BLOCK,
@@ -208,7 +210,7 @@ def _check_layers(facts: Facts, found: tuple[int, ...]) -> None:
     if not found:
         facts.problems.append(
             "the target's layers that it reads are missing (for EAGLE-3 most engines guess the outputs of layers 1, "
-            "N // 2 - 1 and N - 4 of N); give layer_ids="
+            "N // 2 - 1 and N - 4 of N); give +given.layer_ids="
         )
     if -1 in found:
         facts.problems.append("it reads the target's embedding, which our drafters cannot")
@@ -236,6 +238,10 @@ def _sequential(facts: Facts) -> dict[str, Any] | None:
 
 def _window(facts: Facts, num_layers: int) -> int | None:
     types = facts.get("layer_types") or []
+    if not types and facts.get("use_sliding_window") and facts.get("sliding_window") is not None:
+        # What a Qwen3 config makes of it: the layers from max_window_layers on slide.
+        first = facts.get("max_window_layers", 28)
+        types = ["full_attention" if k < first else "sliding_attention" for k in range(num_layers)]
     sliding = [kind == "sliding_attention" for kind in types]
     if not any(sliding) and facts.get("use_swa"):
         sliding = [True] * num_layers

@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafters.spec import TargetSpec
+from drafters.weights import hub_id
 from export import table
 from export.families import SEQUENTIAL, family_of, vocabulary_of
 
-__all__ = ["commands", "notes"]
+__all__ = ["TARGET", "commands", "notes"]
 
+TARGET = "TARGET"  # in commands, where the target has no name that an engine could take
 METHODS = {"parallel": "dflash", "markov": "dspark", "gated": "dspark", "rnn": "dspark", "eagle3": "eagle3"}
 
 
 def commands(node: Mapping[str, Any], to: str, *, target: str, folder: str) -> dict[str, str]:
     """For each engine that loads a `to=hf` or `to=speculators` folder of such a drafter, the command that serves it;
-    `target` and `folder` are where the two lie."""
+    `target` and `folder` are where the two lie. Engines fetch no wheel, and read no GGUF as what a draft is for."""
+    target = TARGET if target.startswith("pypi:") or target.endswith(".gguf") else hub_id(target) or target
     family, drafts = family_of(node), node["block_size"]
     method = METHODS.get(family, family)
     settings = {"method": method, "model": folder, "num_speculative_tokens": drafts}

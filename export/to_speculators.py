@@ -56,7 +56,7 @@ VERSION = "0.9.0"  # of the library whose layout this is
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """`dtype` of what is not quantized: "bf16", "f16" or "f32". `verifier`: where an engine finds the target, a hub id
-    or a folder; None = the target's own name."""
+    or a folder; None = the target's own name (the door gives its hub id, where it has one)."""
 
     dtype: str = "bf16"
     verifier: str | None = None
@@ -119,7 +119,13 @@ def commands(source: Source, *, options: Options = DEFAULT, target: str, folder:
 
 def notes(source: Source, *, options: Options = DEFAULT) -> list[str]:
     """What to know before it is served."""
-    return serving.notes(source.node, source.spec, "speculators")
+    said, named = serving.notes(source.node, source.spec, "speculators"), options.verifier or source.spec.name
+    if "/" not in named:
+        said.append(
+            f"Its config names the target '{named}', which an engine that starts from this folder alone cannot find: "
+            "export it with to.verifier=, the target's hub id or folder, or start the target as above."
+        )
+    return said
 
 
 def config_of(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from drafters.checkpoint import load_drafter
 from drafters.errors import CheckpointError, ConfigError
+from drafters.heads.eagle3 import Eagle3Drafter
 from drafters.warm_start import load_warm_start
 from export import __main__ as door
 from export import exporting, import_draft, to_hf
 from tests.door_world import make_run, settings
 from tests.evaluating import evaluated
+from tests.published_doubles import source_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,6 +104,48 @@ def test_an_export_that_is_there_stays_unless_it_is_to_give_way(world, run):
     assert (out / "config.json").stat().st_mtime_ns == first
     exported(run, world, "check=false", f"out={out}", "overwrite=true", "quant=int8")
     assert json.loads((out / "export.json").read_text())["quant"] == "int8"
+
+
+def test_only_an_export_gives_way(world, run):
+    out = world / "thesis"
+    out.mkdir()
+    exported(run, world, "check=false", f"out={out}", "overwrite=true")  # nothing is lost with an empty folder
+    (out / "export.json").unlink()
+    for place in (out, run, run / "drafter", world / "maths.jsonl"):
+        before = sorted(place.rglob("*"))
+        with pytest.raises(ConfigError, match=rf"^out: {place} is no export .* overwrite=true does not take its place"):
+            exported(run, world, "check=false", f"out={place}", "overwrite=true")
+        assert place.exists()
+        assert sorted(place.rglob("*")) == before
+    with pytest.raises(ConfigError, match=r"^out: got '/'; accepted: a folder of its own"):
+        exported(run, world, "check=false", "out=/", "overwrite=true")
+
+
+def test_folders_beside_an_export_stay(world, run):
+    for name in ("beside.tmp", "neighbour.old"):
+        (world / name).mkdir()
+        (world / name / "notes.txt").write_text("mine")
+    exported(run, world, "check=false", f"out={world}/beside")
+    with pytest.raises(ConfigError, match=r"^out: .*neighbour.old is there, and would be in the way"):
+        exported(run, world, "check=false", f"out={world}/neighbour")
+    assert all((world / name / "notes.txt").is_file() for name in ("beside.tmp", "neighbour.old"))
+
+
+def test_a_crash_between_the_old_and_the_new_keeps_the_old(world, run):
+    out = world / "crashed"
+    exported(run, world, "check=false", f"out={out}")
+    out.rename(world / "crashed.old")
+    with pytest.raises(ConfigError, match=r"^out: .*crashed is there already"):
+        exported(run, world, "check=false", f"out={out}")
+    assert (out / "export.json").is_file()
+
+
+def test_a_link_to_an_export_stays_a_link(world, run):
+    exported(run, world, "check=false", f"out={world}/linked")
+    (world / "link").symlink_to(world / "linked")
+    exported(run, world, "check=false", f"out={world}/link", "overwrite=true", "quant=int8")
+    assert (world / "link").is_symlink()
+    assert json.loads((world / "linked" / "export.json").read_text())["quant"] == "int8"
 
 
 def test_a_file_that_is_not_whole_or_not_right_gets_no_name(world, run, monkeypatch):
@@ -204,6 +248,19 @@ def test_what_was_exported_comes_back_as_a_run(world, run, capsys):
     assert "evaluate.py run=" in capsys.readouterr().out
 
 
+def test_an_eagle3_that_says_no_block_size_comes_in(world, run, capsys):
+    spec = load_drafter(run / "drafter").spec
+    drafter = Eagle3Drafter(Eagle3Drafter.Config(layer_ids=(0, 1)), spec)
+    folder = world / "eagle3"
+    folder.mkdir()
+    to_hf.write(source_of(drafter, target_folder=world / "target"), "none", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "block_size": None}))
+    target = tuple(f"{name}={value}" for name, value in targets(world).items())
+    import_draft.bring_in(settings("import", f"draft={folder}", f"outputs={world}/outputs", "device=cpu", *target))
+    assert "eagle3: 13 tensors, 7 drafts a round" in capsys.readouterr().out
+
+
 def targets(world):
     return {
         "target.weights": f"{world}/target",
@@ -218,7 +275,9 @@ def test_a_draft_that_is_none_is_refused(world):
     target = tuple(f"{name}={value}" for name, value in targets(world).items())
     for draft, message in (
         ("null", r"^draft: got None; accepted: the folder"),
+        (f"{world}/nowhere", "^draft: '.*nowhere' is not an existing folder"),
+        (f"{world}/target given=5", r"^given: got 5; accepted: settings by name, such as \+given.block_size=7"),
         (f"{world}/target", "are of no draft that is known; accepted: DFlash"),
     ):
         with pytest.raises((ConfigError, CheckpointError), match=message):
-            import_draft.bring_in(settings("import", f"draft={draft}", f"outputs={world}/outputs", *target))
+            import_draft.bring_in(settings("import", *f"draft={draft}".split(), f"outputs={world}/outputs", *target))

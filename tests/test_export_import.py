@@ -289,7 +289,7 @@ def test_what_is_given_stands_for_what_a_config_says(target, tmp_path):
     out = published(tmp_path / "out", {**DEEPSPEC, "target_layer_ids": None}, dspark_tensors())
     node, _ = import_draft(out, spec=target.spec, given={"layer_ids": [1, 2], "block_size": 3})
     assert (node["layer_ids"], node["block_size"]) == ([1, 2], 3)
-    with pytest.raises(ConfigError, match=r"import\.rank: unknown setting; accepted: layer_ids"):
+    with pytest.raises(ConfigError, match=r"^given\.rank: unknown setting; accepted: layer_ids"):
         import_draft(out, spec=target.spec, given={"rank": 3})
 
 

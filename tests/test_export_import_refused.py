@@ -48,8 +48,8 @@ REFUSED = [
     ({"mask_token_id": 7}, "mask_token_id is 7, the target's 3; give target.mask_token=7"),
     ({"target_layer_ids": [-1, 2]}, "reads the target's embedding"),
     ({"target_layer_ids": [0, 4]}, r"reads layers \[0, 4\]; accepted: ascending, distinct, of 0 to 3"),
-    ({"target_layer_ids": None}, "are missing .*give layer_ids="),
-    ({"block_size": None}, "block_size is missing; give block_size="),
+    ({"target_layer_ids": None}, "are missing .*give \\+given.layer_ids="),
+    ({"block_size": None}, "block_size is missing; give \\+given.block_size="),
     (
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "is_causal": False},
         "one window for",
@@ -69,7 +69,34 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "says"), REFUSED)
+# Values of another kind than their key's, wherever they stand.
+KINDS = [
+    ({"architectures": 5}, "architectures is 5, accepted: a list of texts"),
+    ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', accepted: a whole number from 1 on"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but it holds"),
+    ({"block_size": 0}, "block_size is 0, accepted: a whole number from 1 on"),
+    ({"block_size": True}, "block_size is True, accepted"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', accepted: a number above 0"),
+    ({"rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta is -1, accepted: a number above 0"),
+    ({"dflash_config": "none"}, "dflash_config is 'none', accepted: an object"),
+    (
+        {"dflash_config": {"target_layer_ids": ["a"]}},
+        r"dflash_config.target_layer_ids is \['a'\], accepted: a list of wh",
+    ),
+    ({"sample_from_anchor": 0}, "sample_from_anchor is 0, accepted: true or false"),
+    ({"markov_head_type": "deep"}, "markov_head_type is 'deep', accepted: vanilla, gated, rnn"),
+    (
+        {"quantization_config": {"config_groups": {"all": 5}}},
+        "quantization_config.config_groups.all is 5, accepted: an o",
+    ),
+    (
+        {"block_size": -1, "speculators_config": {"proposal_methods": [{"speculative_tokens": "x"}]}},
+        r"block_size is -1.*; speculators_config.proposal_methods\[0\].speculative_tokens is 'x'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), [*REFUSED, *KINDS])
 def test_what_our_classes_cannot_be_is_refused_by_name(change, says, target, tmp_path):
     out = published(tmp_path / "out", {**DEEPSPEC, **change}, dspark_tensors())
     with pytest.raises(CheckpointError, match=says) as caught:
@@ -90,7 +117,7 @@ def test_what_our_classes_cannot_be_is_refused_by_name(change, says, target, tmp
         ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "reads the target's embedding"),
         ({"draft_vocab_size": 60}, "draft_vocab_size is 60, but d2t holds 64 ids"),
         ({"speculators_model_type": "dflash"}, "'dflash', but its tensors are of the kind eagle3"),
-        ({"speculators_model_type": "eagle3"}, "norm_before_residual is missing; give norm_before_residual="),
+        ({"speculators_model_type": "eagle3"}, r"norm_before_residual is missing; give \+given.norm_before_residual="),
     ],
 )
 def test_what_an_eagle3_of_ours_cannot_be(change, says, target, tmp_path):
@@ -178,4 +205,56 @@ def test_folders_that_cannot_be_read(target, tmp_path):
     out = published(tmp_path / "mask", DEEPSPEC, dspark_tensors())
     (out / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="a mask embedding of its own"):
+        import_draft(out, spec=target.spec)
+
+
+FC = "fc.weight"
+TENSORS = [
+    (
+        FC,
+        lambda x: x.to(torch.int8),
+        r"fc.weight is torch.int8 of shape \[32, 96\]; accepted: bfloat16, float16 or float32",
+    ),
+    (FC, lambda x: x.to(torch.float8_e4m3fn), "fc.weight is torch.float8_e4m3fn"),
+    (FC, lambda x: x[0, 0].clone(), r"fc.weight is torch.bfloat16 of shape \[\]"),
+    (FC, lambda x: x * torch.nan, "fc.weight holds NaN or infinite weights"),
+    ("d2t", lambda x: x[:0].clone(), r"d2t is torch.int64 of shape \[0\]; accepted: whole numbers in one row"),
+    ("d2t", lambda x: x[0].clone(), r"d2t is torch.int64 of shape \[\]"),
+    ("d2t", lambda x: x.float(), "d2t is torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "says"), TENSORS)
+def test_tensors_of_another_kind_are_refused_by_name(name, change, says, target, tmp_path):
+    tensors = eagle3_tensors()
+    config = {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+    out = published(tmp_path / "out", config, {**tensors, name: change(tensors[name])})
+    with pytest.raises(CheckpointError, match=says):
+        import_draft(out, spec=target.spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"layer_ids": 5}, "^given.layer_ids is 5, accepted: a list of whole numbers"),
+        ({"block_size": "x"}, "^given.block_size is 'x', accepted: a whole number from 1 on"),
+    ],
+)
+def test_what_is_given_is_of_its_kind(given, says, target, tmp_path):
+    out = published(tmp_path / "out", DEEPSPEC, dspark_tensors())
+    with pytest.raises(ConfigError, match=says):
+        import_draft(out, spec=target.spec, given=given)
+
+
+def test_a_config_without_layer_types_slides_as_its_switch_says(target, tmp_path):
+    keys = {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "is_causal": False}
+    out = published(tmp_path / "out", {**DEEPSPEC, **keys, "max_window_layers": 0}, dspark_tensors())
+    assert import_draft(out, spec=target.spec)[0]["window"] == 8
+    published(out, {**DEEPSPEC, **keys}, dspark_tensors())
+    assert import_draft(out, spec=target.spec)[0]["window"] is None
+
+
+def test_a_drafter_of_our_own_is_told_apart(target, tmp_path):
+    out = published(tmp_path / "out", {"schema": 1, "drafters_version": "0.1.0"}, dspark_tensors())
+    with pytest.raises(CheckpointError, match="is a drafter of this package, not a published draft; measure its run"):
         import_draft(out, spec=target.spec)

@@ -4,9 +4,13 @@
 import json
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import ModelCard
 
+from export import to_speculators
+from export.card import CardFacts, card_text
 from export.serving import commands, notes
 from tests.contract_cases import node_of
 from tests.tiny import tiny_spec
@@ -34,6 +38,41 @@ def test_tokens_are_counted_as_the_engine_does(name, method, drafts):
     assert words[words.index("--speculative-num-draft-tokens") + 1] == str(drafts + 1)
     assert words[words.index("--speculative-algorithm") + 1] == method.upper()
     assert shlex.split(made["llama.cpp"])[-3:] == ["out", "--target-model-dir", "org/target"]
+
+
+@pytest.mark.parametrize(
+    ("target", "served"),
+    [
+        ("pypi:some==0.1#some/Model.Q4_1.gguf", "TARGET"),
+        ("models/target.gguf", "TARGET"),
+        ("org/target@v2", "org/target"),
+        ("/models/target@v2", "/models/target@v2"),
+    ],
+)
+def test_a_target_that_engines_cannot_take_is_left_to_fill_in(target, served):
+    made = commands({**node_of("markov"), **FULL}, "hf", target=target, folder="out")
+    assert shlex.split(made["vLLM"])[2] == served
+    assert shlex.split(made["llama.cpp"])[-1] == served
+
+
+def test_the_card_names_a_base_model_of_the_hub_alone():
+    spec = tiny_spec()
+    node = {**node_of("markov"), "name": "markov"}
+    source = SimpleNamespace(node=node, spec=spec, provenance={})
+    for base_model, named in (("pypi:some==0.1#some/Model.Q4_1.gguf", None), ("org/target@v2", "org/target")):
+        facts = CardFacts(
+            to="hf", quant="none", base_model=base_model, commands=commands(node, "hf", target=base_model, folder="out")
+        )
+        text = card_text(source, facts)
+        assert ModelCard(text).data.base_model == named
+        assert ("TARGET is the target in the Hugging Face layout" in text) == (named is None)
+
+
+def test_a_name_that_no_engine_finds_is_told():
+    source = SimpleNamespace(node=node_of("markov"), spec=replace(SPEC, name="mine"))
+    assert "names the target 'mine'" in " ".join(to_speculators.notes(source))
+    known = to_speculators.Options(verifier="org/target")
+    assert "names the target" not in " ".join(to_speculators.notes(source, options=known))
 
 
 def test_notes_say_where_an_engine_does_otherwise():

@@ -132,6 +132,13 @@ def test_a_file_that_is_too_long_is_refused(path):
         Block.open(path)
 
 
+@pytest.mark.parametrize("key", ["at", "crc32", "shape", "names"])
+def test_an_index_that_lacks_a_key_is_refused(path, key):
+    rewrite(path, lambda header, index: index["parts"][1].pop(key))
+    with pytest.raises(CheckpointError, match=f"its index is damaged .*{key}.* export the drafter again"):
+        Block.open(path)
+
+
 @pytest.mark.parametrize("text", [b"", b"\x05\0\0\0\0\0\0\0hello", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]"])
 def test_a_header_that_is_none_is_refused(path, text):
     path.write_bytes(text)

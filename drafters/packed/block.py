@@ -133,10 +133,11 @@ class Block:
                     f"{path}: schema of its index is {index['schema']!r}; this version reads {SCHEMA}"
                 )
             entries = index["parts"]
-            parts, sums = [_part(entry) for entry in entries], [entry["crc32"] for entry in entries]
+            parts, sums = [_part(entry) for entry in entries], [dict(entry["crc32"]) for entry in entries]
+            places = [dict(entry["at"]) for entry in entries]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path}: its index is damaged ({error!r}); export the drafter again") from error
-        _check_places(path, parts, [entry["at"] for entry in entries], size)
+        _check_places(path, parts, places, size)
         found = path.stat().st_size - start
         if found != size:
             raise CheckpointError(
