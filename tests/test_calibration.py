@@ -26,7 +26,7 @@ from drafters.types import Sampling
 FITTED = {"sampling": Sampling(temperature=1.0), "drafter_sha256": "d" * 64, "target_hash": "t" * 64}
 
 
-def drawn(temperatures, biases, skews=None, *, seed, num_rounds=20000, num_prompts=50, shortest=None):
+def drawn(temperatures, biases, skews=None, *, seed, num_rounds=20000, shortest=None):
     """Rounds whose draft k stands with probability sigmoid((logit(c_k) + s_k log(c_k (1 - c_k))) / T_k + b_k); c
     depends on a common ease."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ def drawn(temperatures, biases, skews=None, *, seed, num_rounds=20000, num_promp
         likeliest_NG=torch.full_like(logit_NG, 0.5).masked_fill(~counted_NG, math.nan),
         accepted_N=(stands_NG & counted_NG).long().cumprod(1).sum(1),
         proposed_N=proposed_N,
-        prompt_N=torch.arange(num_rounds) * num_prompts // num_rounds,
+        prompt_N=torch.arange(num_rounds) * 50 // num_rounds,
         context_N=torch.arange(num_rounds),
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.errors import ConfigError
-from drafters.scheduling.calibration import Calibration
+from drafters.scheduling.calibration import identity
 from drafters.scheduling.gate import Gated
 from drafters.scheduling.observations import Observations
 from drafters.scheduling.profile import CostProfile, DraftPoint, OverheadPoint, VerifyPoint
@@ -306,15 +306,8 @@ def test_survivals_are_calibrated_and_end_where_the_proposal_does():
     survival_NG = Replay(observations).survival_NG
     assert survival_NG.tolist()[0] == pytest.approx([0.8, 0.64, 0, 0])
     assert survival_NG.tolist()[1] == pytest.approx([0.8, 0.64, 0.512, 0.4096])
-    calibration = Calibration(
-        temperatures=(2.0,) * 4,
-        biases=(0.0,) * 4,
-        skews=(0.0,) * 4,
-        method="temperature",
-        sampling=Sampling(),
-        drafter_sha256="d",
-        target_hash="t",
-    )
+    plain = identity(4, sampling=Sampling(), drafter_sha256="d", target_hash="t")
+    calibration = replace(plain, temperatures=(2.0,) * 4, method="temperature")
     softer = torch.sigmoid(torch.logit(torch.tensor(0.8, dtype=torch.float64)) / 2).item()
     found = Replay(observations, calibration).survival_NG
     assert found.tolist()[0] == pytest.approx([softer, softer**2, 0, 0])

@@ -29,8 +29,9 @@ def main() -> None:
     for length in args.lengths:
         for type_name in args.types if length else ["alone"]:
             name = f"{target.stem}-{type_name}-{length}{'-exact' if args.exact else ''}{args.tag}"
-            serves = partial(serve, args, run.source, target, name, type_name, length, ours)
-            show(name, done(args.out / f"{name}.json", serves), ours, length)
+            log, options = args.out / f"{name}.log", options_of(args, run.source, type_name, length)
+            found = done(args.out / f"{name}.json", partial(serve, args, target, log, options, ours))
+            show(name, found, ours, length)
 
 
 def arguments() -> argparse.Namespace:
@@ -50,8 +51,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serve(args, source, target, name, type_name, length, ours) -> list[dict]:
-    """The server's answers to the same prompts."""
+def options_of(args, source, type_name, length) -> list[str]:
+    """Of the server, with a draft of that type where it drafts at all."""
     options = []
     if length:
         folder = args.out / f"draft-{type_name}"
@@ -60,16 +61,19 @@ def serve(args, source, target, name, type_name, length, ours) -> list[dict]:
             to_gguf.write(source, "none", folder, options=to_gguf.Options(type=type_name))
         (draft,) = folder.glob("*.gguf")
         options = draft_options(draft, kind_of(source.node), length=length, threads=args.threads)
-    if args.exact:
-        options += EXACT
+    return [*options, *(EXACT if args.exact else ())]
+
+
+def serve(args, target, log, options, ours) -> list[dict]:
+    """The server's answers to the same prompts."""
     answers = []
-    with serving(target, args.out / f"{name}.log", *options, threads=args.threads) as server:
+    with serving(target, log, *options, threads=args.threads) as server:
         server.ask(ours[0]["prompt"], num_tokens=8)  # warms up
         started = time.perf_counter()
         for row in ours:
             answer = server.ask(row["prompt"], num_tokens=args.tokens)
             answers.append({"tokens": answer.tokens, "rounds": answer.rounds, "timings": answer.timings})
-        print(f"{name}: {time.perf_counter() - started:.0f} s for {len(ours)} prompts", flush=True)
+        print(f"{log.stem}: {time.perf_counter() - started:.0f} s for {len(ours)} prompts", flush=True)
     return answers
 
 
