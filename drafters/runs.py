@@ -12,7 +12,7 @@ from typing import Any
 from drafters.checkpoint import replace_path, write_error
 from drafters.errors import CheckpointError
 
-__all__ = ["Run", "claim", "open_run"]
+__all__ = ["SETTINGS", "Run", "claim", "open_run"]
 
 SETTINGS = Path(".hydra") / "settings.json"
 # These may change between a run and its continuation: they do not change what is learned.

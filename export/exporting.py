@@ -145,7 +145,7 @@ def _card(made: Format, source: Source, plan: Plan, exported: Exported) -> str:
 
 
 def _weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for suffix in ("safetensors", "gguf") for path in folder.glob(f"*.{suffix}"))
+    return sum(path.stat().st_size for suffix in ("safetensors", "gguf") for path in folder.rglob(f"*.{suffix}"))
 
 
 def _new_bytes(folder: Path, source: Source) -> int:
@@ -166,7 +166,10 @@ def push_folder(folder: Path, repo: str, *, private: bool) -> str:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        info = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A draft head")
+        # Settings of a run name places of this machine.
+        info = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="A draft head", ignore_patterns=[".hydra/*"]
+        )
     except HFValidationError as error:
         raise ConfigError(f"push: got '{repo}': {error}; accepted: org/name, or null") from error
     except (HfHubHTTPError, OSError) as error:

@@ -37,9 +37,13 @@ class Source:
 
 
 def open_source(folder: Path, *, target_folder: Path | None = None, other_target: bool = False) -> Source:
-    """Load a `drafter/` folder. Raises CheckpointError when it is missing, damaged or of another version, or when other
-    weights lie in `target_folder` than those it was trained for, unless `other_target`."""
+    """Load a `drafter/` folder. Raises CheckpointError when it is missing, damaged, packed or of another version, or
+    when other weights lie in `target_folder` than those it was trained for, unless `other_target`."""
     stored = read_config(folder)
+    if stored["weights"].get("packed", False):
+        raise CheckpointError(
+            f"run: {folder} is packed, its weights are rounded already; export the run that it was made of"
+        )
     spec = TargetSpec.from_dict(stored["target"])
     if target_folder is not None and not other_target and (found := fingerprint(target_folder)) != spec.weights_hash:
         raise CheckpointError(

@@ -1,7 +1,8 @@
-# `to=packed`: a `drafter/` folder of this package's own, whose weights are one block that is mapped, not read, and that
-# drafts are computed from. `load_drafter` takes it where it takes a trained one.
+# `to=packed`: a run of this package's own, whose drafter's weights are one block that is mapped, not read, and that
+# drafts are computed from. `evaluate.py` and `load_drafter` take it where they take a trained one.
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from drafters.files import file_sha256
 from drafters.heads.base import Drafter
 from drafters.packed.block import Block, Part, block_size, save_block
 from drafters.packed.load import OUTPUT_ROWS
+from drafters.runs import SETTINGS, Run
 from drafters.spec import TargetSpec
 from export import table
 from export.families import family_of, vocabulary_of
@@ -71,28 +73,34 @@ def manifest(source: Source, quant: str, *, options: Options = DEFAULT) -> Manif
 
 
 def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) -> None:
-    """Writes config.json and model.safetensors into the empty folder `out`. Raises ConfigError as `refuse` does,
-    CheckpointError for weights that are not finite, OSError when the disk does not take it."""
+    """Writes a run into the empty folder `out`: a `drafter` folder, and the settings of the run that it is of, where it
+    has some. Raises ConfigError as `refuse` does, CheckpointError for weights that are not finite, OSError when the
+    disk does not take it."""
     refuse(source, quant, options=options)
+    settings, place = source.folder.parent / SETTINGS, Run(out).drafter
+    place.mkdir()
+    if settings.is_file():
+        (out / SETTINGS).parent.mkdir()
+        shutil.copyfile(settings, out / SETTINGS)
     tensors = dict(source.tensors)
     if _borrows(source, options):
         tensors[OUTPUT_ROWS] = head_rows(source.target_folder, source.spec, ids_V=tensors.get("vocab.d2t"))
-    save_block(pack(tensors, scheme_of(quant)), out / WEIGHTS)
+    save_block(pack(tensors, scheme_of(quant)), place / WEIGHTS)
     config = {
         "schema": SCHEMA,
         "drafters_version": drafters.__version__,
         "drafter": dict(source.node),
         "target": source.spec.to_dict(),
         "draft_vocab_size": source.node.get("draft_vocab_size"),
-        "weights": {"file": WEIGHTS, "sha256": file_sha256(out / WEIGHTS), "packed": True, "quant": quant},
+        "weights": {"file": WEIGHTS, "sha256": file_sha256(place / WEIGHTS), "packed": True, "quant": quant},
         "provenance": {**source.provenance, "packed_from": source.provenance.get("sha256")},
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def stored(folder: Path) -> Manifest:
-    """What the block of a folder holds, by its index. Raises CheckpointError when it is damaged."""
-    block = Block.open(folder / WEIGHTS)
+    """What the block of a run holds, by its index. Raises CheckpointError when it is damaged."""
+    block = Block.open(Run(folder).drafter / WEIGHTS)
     block.check()
     return {"block": ((len(block.data),), "U8"), **_named(block.parts)}
 
@@ -100,10 +108,11 @@ def stored(folder: Path) -> Manifest:
 def read(folder: Path, *, spec: TargetSpec) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and float32 tensors by our own names, without the target's output rows. Raises CheckpointError when the
     folder is damaged."""
-    block = Block.open(folder / WEIGHTS)
+    place = Run(folder).drafter
+    block = Block.open(place / WEIGHTS)
     block.check()
     tensors = {name: _floats(found) for name, found in unpack(block).items() if name != OUTPUT_ROWS}
-    return read_config(folder)["drafter"], tensors
+    return read_config(place)["drafter"], tensors
 
 
 def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[str, Tensor]:
@@ -119,12 +128,12 @@ def bounds(source: Source, quant: str, *, options: Options = DEFAULT) -> dict[st
 
 def load(folder: Path, *, source: Source) -> Drafter:
     """The drafter, on the block."""
-    return load_drafter(folder, spec=source.spec)
+    return load_drafter(Run(folder).drafter, spec=source.spec)
 
 
 def commands(source: Source, *, options: Options = DEFAULT, target: str, folder: str) -> dict[str, str]:
     """How this package drafts with it."""
-    return {"drafters": f'drafter = drafters.checkpoint.load_drafter("{folder}", spec=target.spec)'}
+    return {"drafters": f"python evaluate.py run={folder}"}
 
 
 def notes(source: Source, *, options: Options = DEFAULT) -> list[str]:

@@ -40,11 +40,11 @@ def source_of(drafter, target, folder: Path):
 
 
 def written(drafter, target, folder: Path, *, quant="int8", **options) -> Path:
-    """The folder of a packed drafter."""
+    """The `drafter` folder of a packed one."""
     out = folder / f"packed-{quant}"
     out.mkdir()
     to_packed.write(source_of(drafter, target, folder), quant, out, options=to_packed.Options(**options))
-    return out
+    return out / "drafter"
 
 
 def packed(drafter, target, *, quant="int8", **options):

@@ -178,10 +178,14 @@ def test_a_full_disk_leaves_nothing(world, run, monkeypatch):
 
 def test_a_packed_folder_drafts_as_any_other(world, run):
     exported(run, world, "to=packed", "quant=int8", "check=false", f"out={world}/packed")
-    drafter = load_drafter(world / "packed")
+    drafter = load_drafter(world / "packed" / "drafter")
     assert drafter.block_size == load_drafter(run / "drafter").block_size
+    evaluated(f"run={world}/packed", *on(world)[:4], "profile_rounds=2", f"out={world}/measured-packed")
+    assert (world / "measured-packed" / "report.json").is_file()
+    with pytest.raises(CheckpointError, match=r"^run: .* is packed, .*; export the run that it was made of"):
+        exported(world / "packed", world, "check=false", f"out={world}/again")
     with pytest.raises(
-        ConfigError, match=r"^warm_start: .*packed is packed: .* accepted: the run that it was exported"
+        ConfigError, match=r"^warm_start: .*drafter is packed: .* accepted: the run that it was exported"
     ):
         load_warm_start(str(world / "packed"), type(drafter), drafter.config, drafter.spec)
 
@@ -207,7 +211,8 @@ class Hub:
     def create_repo(self, repo, *, private, exist_ok):
         PUSHED.append(("repo", repo, private))
 
-    def upload_folder(self, *, repo_id, folder_path, commit_message):
+    def upload_folder(self, *, repo_id, folder_path, commit_message, ignore_patterns):
+        assert ignore_patterns == [".hydra/*"]
         PUSHED.append(("files", repo_id, sorted(path.name for path in folder_path.iterdir())))
         return type("Info", (), {"commit_url": f"https://hub/{repo_id}/commit/1"})
 

@@ -133,10 +133,10 @@ def test_a_folder_is_whole_and_loads(source, quant, output_rows, tmp_path):
     worst = check_values(source.tensors, back, to_packed.bounds(source, quant, options=options), where=tmp_path)
     assert 0 < worst < 0.2
     assert type(to_packed.load(tmp_path, source=source)) is type(source.drafter)
-    config = read_config(tmp_path)
+    config = read_config(tmp_path / "drafter")
     assert (config["weights"]["packed"], config["weights"]["quant"]) == (True, quant)
     assert config["provenance"]["packed_from"] == source.provenance["sha256"]
-    assert load_drafter(tmp_path).config == source.drafter.config
+    assert load_drafter(tmp_path / "drafter").config == source.drafter.config
 
 
 def test_its_rows_need_the_targets_folder(source, tmp_path):
@@ -144,7 +144,7 @@ def test_its_rows_need_the_targets_folder(source, tmp_path):
     with pytest.raises(ConfigError, match=r"to.output_rows: got true"):
         to_packed.write(lost, "int8", tmp_path)
     to_packed.write(lost, "int8", tmp_path, options=to_packed.Options(output_rows=False))
-    assert json.loads((tmp_path / "config.json").read_text())["weights"]["quant"] == "int8"
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text())["weights"]["quant"] == "int8"
 
 
 def test_layers_that_run_the_targets_code_are_refused(source):

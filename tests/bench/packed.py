@@ -161,6 +161,7 @@ def contestants(args: argparse.Namespace, out: Path):
         else:
             place.mkdir()
             to_packed.write(source, name, place)
+            place /= "drafter"
         folders[name] = place
     return load_target(node, device="cpu"), folders
 
