@@ -197,7 +197,7 @@ def calibration_error(probability_N: Tensor, label_N: Tensor) -> float:
 def fit(observations: Observations, *, method: str) -> Curves:
     """A curve a draft, fitted left to right with the earlier ones fixed.
 
-    Both judge the cumulative product prod_{i<=k} c_i against whether drafts 1..k were accepted, on the rounds that
+    All judge the cumulative product prod_{i<=k} c_i against whether drafts 1..k were accepted, on the rounds that
     proposed k drafts; T_k is from 1/20 to 20. "temperature": sequential temperature scaling (2607.05147), the T_k of
     the least expected calibration error, searched on a grid (the error has steps: no gradient), the nearest to 1 of
     equal ones. "affine": T_k and b_k of the least log loss, with a ridge that matters where rounds are few or all
