@@ -21,9 +21,7 @@ def main() -> None:
     args = parser.parse_args()
     cache = HiddenCache.open(args.cache)
     samples = cache.read(range(min(args.samples, len(cache))))
-    layers = {
-        f"layer {layer}": torch.cat([s.aux_TLD[:, i] for s in samples]) for i, layer in enumerate(cache.layer_ids)
-    }
+    layers = {str(layer): torch.cat([s.aux_TLD[:, i] for s in samples]) for i, layer in enumerate(cache.layer_ids)}
     layers["last"] = torch.cat([sample.last_TD for sample in samples])
     rows, width = layers["last"].shape
     print(f"{rows} rows of {width}, codec of the cache: {cache.manifest.key.codec}")
@@ -39,19 +37,20 @@ def main() -> None:
                 codec.decode(parts)
             times[name][0].append(between - started)
             times[name][1].append(time.perf_counter() - between)
+    heads = ("bytes", "of bf16", "rows/s in", "out")
     print(
-        f"{'codec':6s}{'bytes':>7s}{'of bf16':>9s}{'rows/s in':>12s}{'out':>12s}  error of a row, %: median, 99 % (worst layer)"
+        f"{'codec':6s}"
+        + "".join(f"{head:>14s}" for head in heads)
+        + "  error of a row in the worst layer, %: median, 99 %"
     )
     for name, codec in CODECS.items():
-        errors = [
-            row_errors(states, codec.decode(parts)) for states, parts in zip(layers.values(), coded[name], strict=True)
-        ]
-        middle, most = max(float(e.median()) for e in errors), max(float(e.quantile(0.99)) for e in errors)
+        pairs = zip(layers.values(), coded[name], strict=True)
+        errors = [row_errors(states, codec.decode(parts)) for states, parts in pairs]
+        middle, most = (max(float(found.quantile(share)) for found in errors) for share in (0.5, 0.99))
         write, read = (rows * len(layers) / median(found) for found in times[name])
         size = codec.row_bytes(width)
-        print(
-            f"{name:6s}{size:7d}{size / (2 * width):9.3f}{write:12,.0f}{read:12,.0f}  {100 * middle:.2f}, {100 * most:.2f}"
-        )
+        cells = f"{size:14d}{size / (2 * width):14.3f}{write:14,.0f}{read:14,.0f}"
+        print(f"{name:6s}{cells}  {100 * middle:.2f}, {100 * most:.2f}")
 
 
 def row_errors(states_ND, back_ND):
