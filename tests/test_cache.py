@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from drafters import cache as cache_module
+from drafters.batches import collate
 from drafters.cache import HiddenCache, Manifest, data_hash
 from drafters.cache_writer import CaptureConfig, cache_folder, plan_shards
 from drafters.codecs import CODECS
 from drafters.errors import DataError
 from drafters.states import predicts
 from drafters.types import Needs
+from tests.block_doubles import make_drafter
 from tests.cache_cases import CONFIG, captured, examples, key_of
+from tests.published_doubles import drafter_of_family
 from tests.tiny import tiny_target
 
 
@@ -114,6 +117,22 @@ def test_every_codec_gives_the_states_back(target, made, tmp_path, codec, last):
             assert ((a.float() - b).norm(dim=1) <= bound * b.norm(dim=1)).all()
     size = sum(shard.num_bytes for shard in cache.shards)
     assert (size < sum(shard.num_bytes for shard in made.shards)) == ((codec, last) != ("fp32", "all"))
+
+
+@pytest.mark.parametrize("family", ["markov", "eagle3"])
+def test_losses_read_the_last_state_where_it_is_supervised_alone(target, made, tmp_path, family):
+    if family == "markov":
+        drafter = make_drafter(target, window=None)
+    else:
+        drafter = drafter_of_family("eagle3", target, reduced=True, layer_ids=(0, 2, 3))
+    found = []
+    for cache in (made, captured(target, tmp_path / "c", config=replace(CONFIG, last="supervised"))):
+        samples = cache.read(range(8), drafter.needs)
+        losses = drafter.loss(collate(samples, layer_ids=drafter.needs.layer_ids, seed=1), target.head)
+        gradients = torch.autograd.grad(losses.total, [p for p in drafter.parameters() if p.requires_grad])
+        found.append((losses.total, losses.count, *gradients))
+    assert found[0][1] > 10
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*found, strict=True))
 
 
 def test_a_cache_without_every_last_state_is_for_drafters_that_do_not_read_it(target, tmp_path):
