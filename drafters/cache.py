@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,12 +19,14 @@ from drafters.codecs import find_codec
 from drafters.errors import DataError
 from drafters.files import file_sha256, flush, save_tensors
 from drafters.spec import TargetSpec
+from drafters.states import predicts
 from drafters.types import Example, Needs
 
 __all__ = ["CacheKey", "CachedSample", "HiddenCache", "Manifest", "Shard", "data_hash", "example_digest"]
 
 SCHEMA = 1
 MANIFEST, SAMPLES, SPLITS = "cache.json", "samples.json", "splits.json"
+ALL, SUPERVISED = "all", "supervised"  # positions whose state after the final norm is stored
 PARTIAL = "partial"  # where files live until they are complete: on the same disk, so that a rename is atomic
 
 # (file, sha256) of shards whose checksum this process has seen to be right.
@@ -94,7 +97,8 @@ class Shard:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """`cache.json`. A shard is None until its file is complete; the geometry is fixed when a capture begins, since the
-    composition of batches changes the last bits of the states."""
+    composition of batches changes the last bits of the states. `last`: whether states after the final norm are stored
+    of all positions, or of those alone whose prediction is supervised."""
 
     key: CacheKey
     layer_ids: tuple[int, ...]
@@ -106,6 +110,7 @@ class Manifest:
     num_supervised: int
     samples_sha256: str
     shards: tuple[Shard | None, ...]
+    last: str = ALL
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -150,10 +155,15 @@ class Manifest:
                 "Capture again into another folder (cache.root=...), or remove this one"
             )
 
-    def check_layers(self, layer_ids: Sequence[int], folder: Path) -> None:
-        """Raises DataError that says how to recapture when a layer is not stored."""
-        if absent := sorted(set(layer_ids) - set(self.layer_ids)):
-            union = sorted({*layer_ids, *self.layer_ids})
+    def check_needs(self, needs: Needs, folder: Path) -> None:
+        """Raises DataError that says how to recapture when a state is not stored."""
+        if needs.last_input and self.last != ALL:
+            raise DataError(
+                f"cache: {folder} stores the state after the final norm where its prediction is supervised, and this "
+                "drafter reads it everywhere. Remove that folder and capture it again with cache.last=all"
+            )
+        if absent := sorted(set(needs.layer_ids) - set(self.layer_ids)):
+            union = sorted({*needs.layer_ids, *self.layer_ids})
             raise DataError(
                 f"cache: {folder} stores the layers {list(self.layer_ids)}, not {absent}. To store them too, remove "
                 f"that folder and run `python -m data.capture 'cache.layer_ids={union}'` on the same source"
@@ -162,8 +172,9 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedSample:
-    """One conversation with its states. `lse_T[t]` is the log-sum-exp of the target's logits at t where
-    `loss_mask_T[t + 1]`, else 0. States may be views of the mapped file: read them, never write."""
+    """One conversation with its states. `last_TD` is 0 where a cache does not store it. `lse_T[t]` is the log-sum-exp
+    of the target's logits at t where `loss_mask_T[t + 1]`, else 0. States may be views of the mapped file: read them,
+    never write."""
 
     index: int
     id: str
@@ -197,6 +208,7 @@ class HiddenCache:
                 row += self.lengths[len(self._places) - 1]
         self._codec = find_codec(manifest.key.codec)
         self._files: dict[int, Any] = {}
+        self._before: dict[int, Tensor] = {}
 
     @classmethod
     def open(
@@ -211,7 +223,7 @@ class HiddenCache:
         manifest = Manifest.load(folder)
         if expect is not None:
             manifest.check_key(expect, folder)
-        manifest.check_layers(needs.layer_ids if needs else (), folder)
+        manifest.check_needs(needs or Needs(), folder)
         unfinished = sum(shard is None for shard in manifest.shards)
         if unfinished:
             raise DataError(
@@ -248,32 +260,50 @@ class HiddenCache:
     def read(self, indices: Sequence[int], needs: Needs | None = None) -> list[CachedSample]:
         """Samples with the layers of `needs`, in its order (None: every stored layer). Raises DataError for a damaged
         shard, by name."""
-        layer_ids = self.layer_ids if needs is None else needs.layer_ids
-        self.manifest.check_layers(layer_ids, self.folder)
-        return [self._sample(index, layer_ids) for index in indices]
+        needs = Needs(layer_ids=self.layer_ids) if needs is None else needs
+        self.manifest.check_needs(needs, self.folder)
+        return [self._sample(index, needs.layer_ids) for index in indices]
 
     def _sample(self, index: int, layer_ids: tuple[int, ...]) -> CachedSample:
         number, start = self._places[index]
         stop = start + self.lengths[index]
         file = self._file(number)
 
-        def rows(name: str) -> Tensor:
-            part: Tensor = file.get_slice(name)[start:stop]
+        def rows(name: str, span: slice = slice(start, stop)) -> Tensor:
+            part: Tensor = file.get_slice(name)[span]
             return part
 
-        def states(name: str) -> Tensor:
-            return self._codec.decode({part: rows(f"{name}.{part}") for part in self._codec.parts})
+        def states(name: str, span: slice = slice(start, stop)) -> Tensor:
+            return self._codec.decode({part: rows(f"{name}.{part}", span) for part in self._codec.parts})
 
+        loss_mask_T = rows("loss_mask")
+        if self.manifest.last == ALL:
+            last_TD = states("last")
+        else:
+            read_T, before = predicts(loss_mask_T), self._read_before(number)
+            found_ND = states("last", slice(int(before[start]), int(before[stop])))
+            last_TD = found_ND.new_zeros(len(read_T), found_ND.shape[1])
+            last_TD[read_T] = found_ND
         return CachedSample(
             index=index,
             id=self.ids[index],
             source=self.sources[index],
             tokens_T=rows("tokens").to(torch.int64),
-            loss_mask_T=rows("loss_mask"),
+            loss_mask_T=loss_mask_T,
             aux_TLD=torch.stack([states(f"layer.{layer}") for layer in layer_ids], dim=1) if layer_ids else None,
-            last_TD=states("last"),
+            last_TD=last_TD,
             lse_T=rows("lse"),
         )
+
+    def _read_before(self, number: int) -> Tensor:
+        """How many of a shard's rows before each one, and of all, predict a supervised token, int64 [rows + 1]."""
+        if number not in self._before:
+            file = self._file(number)
+            mask_N, ends = file.get_tensor("loss_mask"), file.get_tensor("offsets")[1:]
+            read_N = predicts(mask_N)
+            read_N[ends - 1] = False  # the next row is another sample's
+            self._before[number] = F.pad(read_N.cumsum(0), (1, 0))
+        return self._before[number]
 
     def _file(self, number: int) -> Any:
         if number not in self._files:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from drafters.cache import (
+    ALL,
     MANIFEST,
     PARTIAL,
     SAMPLES,
     SPLITS,
+    SUPERVISED,
     CacheKey,
     HiddenCache,
     Manifest,
@@ -46,17 +48,22 @@ SPARE_BYTES = 64 * 2**20  # what a capture leaves free beside 5 % of its own siz
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig:
-    """How states are stored. `root` None is `$DRAFTERS_CACHE/states`; `batch_tokens` counts padding; the two sizes fix
-    the composition of batches and hold for the whole life of a cache."""
+    """How states are stored. `root` None is `$DRAFTERS_CACHE/states`; `last`: "all" positions have their state after
+    the final norm stored, or "supervised" ones (whose prediction is) alone, which is enough for drafters that do not
+    read it; `batch_tokens` counts padding; the two sizes fix the composition of batches and hold for the whole life of
+    a cache."""
 
     name: str = "states"
     root: str | None = None
     layer_ids: tuple[int, ...] = ()
     codec: str = "bf16"
+    last: str = ALL
     tokens_per_shard: int = 32_768
     batch_tokens: int = 4_096
 
     def __post_init__(self) -> None:
+        if self.last not in (ALL, SUPERVISED):
+            raise ValueError(f"last: got '{self.last}'; accepted: {ALL}, {SUPERVISED}")
         if self.tokens_per_shard < 1 or self.batch_tokens < 1:
             raise ValueError("tokens_per_shard and batch_tokens must be 1 or more")
 
@@ -174,7 +181,7 @@ class _Job:
         begun = Manifest.load(folder) if (folder / MANIFEST).exists() else None
         if begun:
             begun.check_key(key, folder)
-            begun.check_layers(config.layer_ids, folder)
+            begun.check_needs(Needs(layer_ids=config.layer_ids, last_input=config.last == ALL), folder)
         sizes = begun or config
         self.plans = plan_shards(
             self.examples, tokens_per_shard=sizes.tokens_per_shard, batch_tokens=sizes.batch_tokens
@@ -192,6 +199,7 @@ class _Job:
             num_supervised=sum(int(example.loss_mask_T.sum()) for example in self.examples),
             samples_sha256=hashlib.sha256(self.lists[SAMPLES]).hexdigest(),
             shards=(None,) * len(self.plans),
+            last=config.last,
         )
         if begun and begun.missing(folder) and _sizes(begun) != _sizes(config):
             warnings.warn(
@@ -260,13 +268,14 @@ class _Job:
         """Everything a shard stores of one batch; samples follow each other without padding."""
         examples = [self.examples[i] for i in members]
         states = target_states(self.target, examples, layer_ids=self.manifest.layer_ids)
-        coded = {"last": self.codec.encode(states.last_ND)}
+        read_N = torch.cat([predicts(example.loss_mask_T) for example in examples])
+        kept_N = read_N if self.manifest.last == SUPERVISED else torch.ones_like(read_N)
+        coded = {"last": self.codec.encode(states.last_ND[kept_N.to(states.last_ND.device)])}
         for layer, rows_ND in zip(self.manifest.layer_ids, states.aux_LND, strict=True):
             coded[f"layer.{layer}"] = self.codec.encode(rows_ND)
-        read_N = torch.cat([predicts(example.loss_mask_T) for example in examples])
         lse_N = torch.zeros(len(read_N))
         # From the states as a reader will see them, so that exp(logits - lse) sums to 1 there.
-        read_ND = self.codec.decode(coded["last"])[read_N].to(self.target.device)
+        read_ND = self.codec.decode(coded["last"])[read_N[kept_N]].to(self.target.device)
         lse_N[read_N] = log_sum_exp(self.target.head, read_ND).cpu()
         if not lse_N.isfinite().all():
             raise DataError(
@@ -303,9 +312,13 @@ class _Job:
         return len(batch) * max(len(self.examples[i].tokens_T) for i in batch)
 
     def _num_bytes(self, shards: Sequence[int]) -> int:
-        row = (len(self.manifest.layer_ids) + 1) * self.codec.row_bytes(self.manifest.hidden_size)
+        state = self.codec.row_bytes(self.manifest.hidden_size)
+        row = len(self.manifest.layer_ids) * state
         row += torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
-        return row * sum(self._num_tokens(self.plans[number].samples) for number in shards)
+        samples = [i for number in shards for i in self.plans[number].samples]
+        tokens, masks = self._num_tokens(samples), (self.examples[i].loss_mask_T for i in samples)
+        last = tokens if self.manifest.last == ALL else sum(int(predicts(mask_T).sum()) for mask_T in masks)
+        return row * tokens + state * last
 
 
 class _Silent:

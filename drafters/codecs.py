@@ -1,14 +1,28 @@
 # How hidden states are spelled on disk. A codec turns rows [N, D] into named parts whose first dimension is N, so
-# that a reader fetches any run of rows by slicing every part; scales of quantized codecs are parts too, one row each.
+# that a reader fetches any run of rows by slicing every part; scales of quantized codecs are parts too.
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.errors import ConfigError
 
-__all__ = ["CODECS", "CastCodec", "Codec", "find_codec"]
+__all__ = ["CODECS", "CastCodec", "Codec", "Float8Codec", "Int4Codec", "Int8Codec", "find_codec"]
+
+# The 16 levels of NF4, quantiles of a normal distribution with 0 and both ends among them (2305.14314, appendix E).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FLOAT8 = torch.float8_e4m3fn
+LARGEST8 = torch.finfo(FLOAT8).max
+# Scales stay above 0, where a row or group is all zeros.
+LEAST = 1e-7
+FINE = 511
 
 
 class Codec(Protocol):
@@ -24,7 +38,7 @@ class Codec(Protocol):
     def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
         """Contiguous CPU tensors, N rows each."""
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """States [N, D], in bfloat16 or float32."""
 
 
@@ -42,11 +56,105 @@ class CastCodec:
     def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
         return {"data": rows_ND.to(device="cpu", dtype=self.dtype).contiguous()}
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts["data"]
 
 
-CODECS: dict[str, Codec] = {"bf16": CastCodec(torch.bfloat16), "fp32": CastCodec(torch.float32)}
+class Float8Codec:
+    """One byte a number, e4m3, and a float32 scale a row: errors are in proportion to each number, so that rows of few
+    large ones and many small ones keep both."""
+
+    parts = ("data", "scale")
+
+    def row_bytes(self, width: int) -> int:
+        return width + torch.float32.itemsize
+
+    def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
+        wide_ND = rows_ND.float()
+        scale_N1 = (wide_ND.abs().amax(1, keepdim=True) / LARGEST8).clamp_min(LEAST)
+        return {"data": (wide_ND / scale_N1).to(FLOAT8).cpu(), "scale": scale_N1.cpu()}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        # A cast from this type takes numbers one by one. Its bits in the places of bfloat16's are the number / 2^120.
+        bits_ND = parts["data"].view(torch.int8).short()
+        moved_ND = (bits_ND & 0x7F).bitwise_left_shift_(4).bitwise_or_(bits_ND & -0x8000)
+        return (moved_ND.view(torch.bfloat16).float().mul_(2.0**120)).mul_(parts["scale"]).bfloat16()
+
+
+class Int8Codec:
+    """One byte a number, and a bfloat16 scale for each 64 neighbours: one scale a row would be set by its few largest
+    numbers, and lose the others."""
+
+    parts = ("data", "scale")
+    group = 64
+
+    def row_bytes(self, width: int) -> int:
+        return width + num_groups(width, self.group) * torch.bfloat16.itemsize
+
+    def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
+        rows_NGS = grouped(rows_ND.float(), self.group)
+        scale_NG = (rows_NGS.abs().amax(2) / 127).clamp_min(LEAST).bfloat16()
+        data_NGS = (rows_NGS / scale_NG[..., None].float()).round_().clamp_(-127, 127)
+        data_ND = data_NGS.to(torch.int8).flatten(1)[:, : rows_ND.shape[1]]
+        return {"data": data_ND.cpu().contiguous(), "scale": scale_NG.cpu()}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return scaled(parts["data"].bfloat16(), parts["scale"], self.group)
+
+
+class Int4Codec:
+    """Half a byte a number, one of the 16 levels of NF4, and a bfloat16 scale for each 16 neighbours. Rows are of even
+    width."""
+
+    parts = ("data", "scale")
+    group = 16
+
+    def row_bytes(self, width: int) -> int:
+        return width // 2 + num_groups(width, self.group) * torch.bfloat16.itemsize
+
+    def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
+        rows_NGS = grouped(rows_ND.float(), self.group)
+        scale_NG = rows_NGS.abs().amax(2).clamp_min(LEAST).bfloat16()
+        fine_NGS = (rows_NGS / scale_NG[..., None].float()).mul_(FINE).round_().clamp_(-FINE, FINE).add_(FINE)
+        level_ND = _nearest_level().to(rows_ND.device)[fine_NGS.int().flatten(1)[:, : rows_ND.shape[1]]]
+        return {"data": (level_ND[:, ::2] | level_ND[:, 1::2] << 4).cpu(), "scale": scale_NG.cpu()}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        pairs = torch.tensor(NF4, dtype=torch.bfloat16)
+        low_B, high_B = pairs.repeat(16), pairs.repeat_interleave(16)
+        values_NP2 = F.embedding(parts["data"].int(), torch.stack([low_B, high_B], dim=1))
+        return scaled(values_NP2.flatten(1), parts["scale"], self.group)
+
+
+def _nearest_level() -> Tensor:
+    """The NF4 level nearest to (i - FINE) / FINE, uint8 [2 FINE + 1]: a look-up is faster than a search."""
+    fine = torch.arange(-FINE, FINE + 1) / FINE
+    return (fine[:, None] - torch.tensor(NF4)).abs().argmin(1).to(torch.uint8)
+
+
+def num_groups(width: int, group: int) -> int:
+    """Of `group` neighbours each; the last one may have fewer."""
+    return -(-width // group)
+
+
+def grouped(rows_ND: Tensor, group: int) -> Tensor:
+    """[N, groups, group], with zeros where the last group has fewer."""
+    missing = -rows_ND.shape[1] % group
+    return F.pad(rows_ND, (0, missing)).unflatten(1, (-1, group)) if missing else rows_ND.unflatten(1, (-1, group))
+
+
+def scaled(values_ND: Tensor, scale_NG: Tensor, group: int) -> Tensor:
+    """Values times the scale of their group."""
+    return (grouped(values_ND, group) * scale_NG[..., None]).flatten(1)[:, : values_ND.shape[1]]
+
+
+CODECS: dict[str, Codec] = {
+    "bf16": CastCodec(torch.bfloat16),
+    "fp32": CastCodec(torch.float32),
+    "fp8": Float8Codec(),
+    "int8": Int8Codec(),
+    "int4": Int4Codec(),
+}
 
 
 def find_codec(name: str) -> Codec:

@@ -60,10 +60,12 @@ class Example:
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """Target states that a drafter reads. Layer k means the output of decoder layer k, 0-based
-    (= HF `hidden_states[k + 1]`); `last` is the state after the final norm."""
+    (= HF `hidden_states[k + 1]`); `last` is the state after the final norm, which losses read where a prediction is
+    supervised; `last_input`: the drafter itself reads it, at every position."""
 
     layer_ids: tuple[int, ...] = ()
     last: bool = False
+    last_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

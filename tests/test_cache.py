@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from drafters import cache as cache_module
+from drafters.batches import collate
 from drafters.cache import HiddenCache, Manifest, data_hash
 from drafters.cache_writer import CaptureConfig, cache_folder, plan_shards
-from drafters.codecs import CODECS, find_codec
-from drafters.errors import ConfigError, DataError
+from drafters.codecs import CODECS
+from drafters.errors import DataError
+from drafters.states import predicts
 from drafters.types import Needs
+from tests.block_doubles import make_drafter
 from tests.cache_cases import CONFIG, captured, examples, key_of
+from tests.published_doubles import drafter_of_family
 from tests.tiny import tiny_target
 
 
@@ -96,17 +100,50 @@ def test_a_reader_travels_between_processes(made):
     assert torch.equal(again[0].last_TD, before.last_TD)
 
 
-def test_codecs_code_rows_one_by_one():
-    rows_ND = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    for codec in CODECS.values():
-        parts = codec.encode(rows_ND)
-        assert set(parts) == set(codec.parts)
-        assert sum(part[0].nbytes for part in parts.values()) == codec.row_bytes(5)
-        cut = codec.decode({name: part[2:5] for name, part in parts.items()})
-        assert torch.equal(cut, codec.decode(codec.encode(rows_ND[2:5])))
-        torch.testing.assert_close(codec.decode(parts).float(), rows_ND, rtol=0.01, atol=0.01)
-    with pytest.raises(ConfigError, match=r"cache.codec: got 'int3'; accepted: bf16"):
-        find_codec("int3")
+@pytest.mark.parametrize("last", ["all", "supervised"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_gives_the_states_back(target, made, tmp_path, codec, last):
+    cache = captured(target, tmp_path / "c", config=replace(CONFIG, codec=codec, last=last))
+    bound = {"fp32": 1e-6, "bf16": 0.004, "fp8": 0.07, "int8": 0.02, "int4": 0.16}[codec]
+    for i in range(len(made)):
+        mine, plain = cache[i], made[i]
+        assert torch.equal(mine.tokens_T, plain.tokens_T)
+        kept_T = predicts(plain.loss_mask_T) if last == "supervised" else torch.ones_like(plain.loss_mask_T)
+        assert not mine.last_TD[~kept_T].any()
+        for a, b in (
+            (mine.aux_TLD.flatten(1), plain.aux_TLD.flatten(1)),
+            (mine.last_TD[kept_T], plain.last_TD[kept_T]),
+        ):
+            assert ((a.float() - b).norm(dim=1) <= bound * b.norm(dim=1)).all()
+    size = sum(shard.num_bytes for shard in cache.shards)
+    assert (size < sum(shard.num_bytes for shard in made.shards)) == ((codec, last) != ("fp32", "all"))
+
+
+@pytest.mark.parametrize("family", ["markov", "eagle3"])
+def test_losses_read_the_last_state_where_it_is_supervised_alone(target, made, tmp_path, family):
+    if family == "markov":
+        drafter = make_drafter(target, window=None)
+    else:
+        drafter = drafter_of_family("eagle3", target, reduced=True, layer_ids=(0, 2, 3))
+    found = []
+    for cache in (made, captured(target, tmp_path / "c", config=replace(CONFIG, last="supervised"))):
+        samples = cache.read(range(8), drafter.needs)
+        losses = drafter.loss(collate(samples, layer_ids=drafter.needs.layer_ids, seed=1), target.head)
+        gradients = torch.autograd.grad(losses.total, [p for p in drafter.parameters() if p.requires_grad])
+        found.append((losses.total, losses.count, *gradients))
+    assert found[0][1] > 10
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*found, strict=True))
+
+
+def test_a_cache_without_every_last_state_is_for_drafters_that_do_not_read_it(target, tmp_path):
+    cache = captured(target, tmp_path / "c", config=replace(CONFIG, last="supervised"))
+    assert len(cache.read([0], Needs(layer_ids=(2,), last=True))) == 1
+    with pytest.raises(DataError, match=r"reads it everywhere\. Remove .* capture it again with cache\.last=all"):
+        HiddenCache.open(cache.folder, needs=Needs(last=True, last_input=True))
+    with pytest.raises(DataError, match="cache.last=all"):
+        captured(target, tmp_path / "c")
+    wide = captured(target, tmp_path / "wide")
+    assert captured(target, tmp_path / "wide", config=replace(CONFIG, last="supervised")).manifest == wide.manifest
 
 
 # The plan and the key

@@ -146,7 +146,7 @@ class MtpDrafter(Drafter):
     @property
     def needs(self) -> Needs:
         """The last state."""
-        return Needs(last=True)
+        return Needs(last=True, last_input=True)
 
     @property
     def block_size(self) -> int:
