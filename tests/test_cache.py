@@ -140,7 +140,7 @@ def test_a_cache_without_every_last_state_is_for_drafters_that_do_not_read_it(ta
     assert len(cache.read([0], Needs(layer_ids=(2,), last=True))) == 1
     with pytest.raises(DataError, match=r"reads it everywhere\. Remove .* capture it again with cache\.last=all"):
         HiddenCache.open(cache.folder, needs=Needs(last=True, last_input=True))
-    with pytest.raises(DataError, match="cache.last=all"):
+    with pytest.raises(DataError, match=r"cache\.last=all"):
         captured(target, tmp_path / "c")
     wide = captured(target, tmp_path / "wide")
     assert captured(target, tmp_path / "wide", config=replace(CONFIG, last="supervised")).manifest == wide.manifest
