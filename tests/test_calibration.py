@@ -26,16 +26,17 @@ from drafters.types import Sampling
 FITTED = {"sampling": Sampling(temperature=1.0), "drafter_sha256": "d" * 64, "target_hash": "t" * 64}
 
 
-def drawn(temperatures, biases, skews=None, *, seed, num_rounds=20000, shortest=None):
+def drawn(*curves, seed, num_rounds=20000, num_prompts=50, shortest=None):
     """Rounds whose draft k stands with probability sigmoid((logit(c_k) + s_k log(c_k (1 - c_k))) / T_k + b_k); c
-    depends on a common ease."""
+    depends on a common ease. `curves` are T, b and s; no s are zeros."""
     generator = torch.Generator().manual_seed(seed)
-    num_slots = len(temperatures)
+    num_slots = len(curves[0])
+    temperatures, biases, skews = (*curves, (0.0,) * num_slots)[:3]
     ease_N1 = torch.randn((num_rounds, 1), generator=generator, dtype=torch.float64)
     noise_NG = torch.randn((num_rounds, num_slots), generator=generator, dtype=torch.float64)
     logit_NG = 0.7 + 1.2 * ease_N1 + noise_NG
     spread_NG = (logit_NG.sigmoid() * (-logit_NG).sigmoid()).log()
-    bent_NG = logit_NG + torch.tensor(skews or (0.0,) * num_slots) * spread_NG
+    bent_NG = logit_NG + torch.tensor(skews) * spread_NG
     true_NG = torch.sigmoid(bent_NG / torch.tensor(temperatures) + torch.tensor(biases))
     stands_NG = torch.rand(true_NG.shape, generator=generator, dtype=torch.float64) < true_NG
     low = num_slots if shortest is None else shortest
@@ -46,7 +47,7 @@ def drawn(temperatures, biases, skews=None, *, seed, num_rounds=20000, shortest=
         likeliest_NG=torch.full_like(logit_NG, 0.5).masked_fill(~counted_NG, math.nan),
         accepted_N=(stands_NG & counted_NG).long().cumprod(1).sum(1),
         proposed_N=proposed_N,
-        prompt_N=torch.arange(num_rounds) * 50 // num_rounds,
+        prompt_N=torch.arange(num_rounds) * num_prompts // num_rounds,
         context_N=torch.arange(num_rounds),
     )
 

@@ -28,7 +28,11 @@ def test_what_fits_tells_its_block_size(name):
         ("markov", {"layer_ids": [3, 9]}, "drafter.layer_ids: layer 9 is out of range"),
         ("eagle3", {"layer_ids": [3, 1]}, "drafter.layer_ids: got .3, 1.; the ids must be"),
         ("exit", {"exit_layer": 99}, "drafter.exit_layer: layer 99 is out of range"),
-        ("mtp", {"draft_vocab_size": 1000}, "drafter.draft_vocab_size: got 1000; accepted: 1 to the target's 128"),
+        (
+            "mtp",
+            {"draft_vocab_size": 1000},
+            "drafter.draft_vocab_size: got 1000; accepted: 1 to 127, or null for all 128 of the target",
+        ),
         ("mtp", {"block": "target", "target_config": {"a": 1}}, "drafter.target_config: it is not this target's"),
     ],
 )
