@@ -269,14 +269,18 @@ class _Job:
         examples = [self.examples[i] for i in members]
         states = target_states(self.target, examples, layer_ids=self.manifest.layer_ids)
         read_N = torch.cat([predicts(example.loss_mask_T) for example in examples])
-        kept_N = read_N if self.manifest.last == SUPERVISED else torch.ones_like(read_N)
-        coded = {"last": self.codec.encode(states.last_ND[kept_N.to(states.last_ND.device)])}
+        last_ND = states.last_ND
+        if self.manifest.last == SUPERVISED:
+            last_ND = last_ND[read_N.to(last_ND.device)]
+        coded = {"last": self.codec.encode(last_ND)}
         for layer, rows_ND in zip(self.manifest.layer_ids, states.aux_LND, strict=True):
             coded[f"layer.{layer}"] = self.codec.encode(rows_ND)
         lse_N = torch.zeros(len(read_N))
         # From the states as a reader will see them, so that exp(logits - lse) sums to 1 there.
-        read_ND = self.codec.decode(coded["last"])[read_N[kept_N]].to(self.target.device)
-        lse_N[read_N] = log_sum_exp(self.target.head, read_ND).cpu()
+        read_ND = self.codec.decode(coded["last"])
+        if self.manifest.last == ALL:
+            read_ND = read_ND[read_N]
+        lse_N[read_N] = log_sum_exp(self.target.head, read_ND.to(self.target.device)).cpu()
         if not lse_N.isfinite().all():
             raise DataError(
                 f"cache: the target's logits are not finite in one of {[example.id for example in examples]}; "

@@ -27,6 +27,7 @@ from drafters.spec import TargetSpec
 
 __all__ = [
     "drafter_of_checkpoint",
+    "is_packed",
     "load_drafter",
     "provenance",
     "read_config",
@@ -92,15 +93,15 @@ def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_ot
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{folder}: no {WEIGHTS}; give the `drafter` folder of a run")
-    digest, is_packed = file_sha256(weights), config["weights"].get("packed", False)
+    digest = file_sha256(weights)
     if digest != config["weights"]["sha256"]:
-        if is_packed:
+        if is_packed(config):
             Block.open(weights).check()  # tells which tensor is damaged
         raise CheckpointError(
             f"{weights}: sha256 is {digest}, {CONFIG} says {config['weights']['sha256']}; "
             "the file is damaged or from another run: copy the folder again"
         )
-    if is_packed:
+    if is_packed(config):
         own_rows = spec is None or spec.weights_hash == stored.weights_hash
         return load_packed(weights, partial(_construct, folder, config["drafter"], spec or stored), own_rows=own_rows)
     tensors = load_file(weights)
@@ -152,6 +153,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if "sha256" not in config["weights"]:
         raise CheckpointError(f"{path}: no 'sha256' in its 'weights' section; the file is damaged")
     return config
+
+
+def is_packed(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of a config, as `read_config` gives it, are one block of rounded ones."""
+    return bool(config["weights"].get("packed", False))
 
 
 def provenance(folder: Path | str) -> dict[str, Any]:

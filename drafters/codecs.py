@@ -2,6 +2,7 @@
 # that a reader fetches any run of rows by slicing every part; scales of quantized codecs are parts too.
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST8 = torch.finfo(FLOAT8).max
 # Scales stay above 0, where a row or group is all zeros.
 LEAST = 1e-7
-FINE = 511
+FINE = 511  # int4 is looked up on a grid of this many steps from 0 to the largest of a group
 
 
 class Codec(Protocol):
@@ -120,12 +121,18 @@ class Int4Codec:
         return {"data": (level_ND[:, ::2] | level_ND[:, 1::2] << 4).cpu(), "scale": scale_NG.cpu()}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        pairs = torch.tensor(NF4, dtype=torch.bfloat16)
-        low_B, high_B = pairs.repeat(16), pairs.repeat_interleave(16)
-        values_NP2 = F.embedding(parts["data"].int(), torch.stack([low_B, high_B], dim=1))
+        values_NP2 = F.embedding(parts["data"].int(), _pairs())
         return scaled(values_NP2.flatten(1), parts["scale"], self.group)
 
 
+@cache
+def _pairs() -> Tensor:
+    """The two levels of each byte, bfloat16 [256, 2]."""
+    levels = torch.tensor(NF4, dtype=torch.bfloat16)
+    return torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=1)
+
+
+@cache
 def _nearest_level() -> Tensor:
     """The NF4 level nearest to (i - FINE) / FINE, uint8 [2 FINE + 1]: a look-up is faster than a search."""
     fine = torch.arange(-FINE, FINE + 1) / FINE

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafters.checkpoint import load_drafter, read_config
+from drafters.checkpoint import is_packed, load_drafter, read_config
 from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
 from drafters.heads.draft_vocab import vocab_of
@@ -52,7 +52,7 @@ def load_warm_start(path: str, cls: type[Drafter], config: Any, spec: TargetSpec
     target of other sizes.
     """
     folder = folder_of(path)
-    if read_config(folder)["weights"].get("packed", False):
+    if is_packed(read_config(folder)):
         raise ConfigError(
             f"warm_start: {folder} is packed: its weights are rounded, and not trained on; accepted: the run that it "
             "was exported from"

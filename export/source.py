@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafters.checkpoint import load_drafter, read_config
+from drafters.checkpoint import is_packed, load_drafter, read_config
 from drafters.errors import CheckpointError
 from drafters.heads.base import Drafter
 from drafters.spec import TargetSpec
@@ -40,7 +40,7 @@ def open_source(folder: Path, *, target_folder: Path | None = None, other_target
     """Load a `drafter/` folder. Raises CheckpointError when it is missing, damaged, packed or of another version, or
     when other weights lie in `target_folder` than those it was trained for, unless `other_target`."""
     stored = read_config(folder)
-    if stored["weights"].get("packed", False):
+    if is_packed(stored):
         raise CheckpointError(
             f"run: {folder} is packed, its weights are rounded already; export the run that it was made of"
         )

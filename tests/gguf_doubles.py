@@ -10,6 +10,18 @@ from gguf import GGUFReader, quants
 
 from drafters.target import FrozenTarget
 
+# Drafts that llama.cpp takes: a family, and the settings that it has.
+CASES = {
+    "markov": {},
+    "markov-bonus": {"sample_from_anchor": False},
+    "markov-unsure": {"confidence": False},
+    "parallel": {},
+    "parallel-anchor": {"sample_from_anchor": True},
+    "parallel-sure": {"confidence": True},
+    "eagle3": {},
+    "eagle3-normed": {"norm_before_residual": True},
+}
+
 
 class GgufDraft:
     """Keys without the name of the architecture, and float32 tensors as rows x columns."""

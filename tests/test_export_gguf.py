@@ -19,24 +19,13 @@ from export.gguf_types import TYPES, bound_of, float_reason, type_of
 from export.to_gguf import Options
 from tests.block_doubles import MARKOV, make_drafter
 from tests.contract_cases import Reading
-from tests.gguf_doubles import DflashDraft, Eagle3Draft, GgufDraft, write_tokenizer
+from tests.gguf_doubles import CASES, DflashDraft, Eagle3Draft, GgufDraft, write_tokenizer
 from tests.published_doubles import drafter_of_family, saved_target, source_of
 from tests.test_families import family_model
 
 F32 = Options(type="F32")
 PROMPT = torch.tensor([9, 40, 77, 5, 100, 61, 20])
 MARKOV32 = {**MARKOV, "rank": 32}  # whole blocks
-# A family, and the settings that it has here.
-CASES = {
-    "markov": {},
-    "markov-bonus": {"sample_from_anchor": False},
-    "markov-unsure": {"confidence": False},
-    "parallel": {},
-    "parallel-anchor": {"sample_from_anchor": True},
-    "parallel-sure": {"confidence": True},
-    "eagle3": {},
-    "eagle3-normed": {"norm_before_residual": True},
-}
 
 
 @pytest.fixture(scope="module")

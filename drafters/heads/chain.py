@@ -36,7 +36,6 @@ def draft_chain(
             sure.append((wide_BV.amax(-1) - wide_BV.logsumexp(-1)).exp())
         else:
             sure.append(dist_BV.amax(-1))
-        if dist_BV is not None:
             dists.append(dist_BV)
     return Proposal(
         tokens_BS=torch.stack(tokens, dim=1),

@@ -1,5 +1,6 @@
 # What the benchmarks of engines share: our own rounds on prompts, kept in a file, and accepted lengths side by side.
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ class Run:
         node = target_node([entry], None)
         target_folder = resolve(node["weights"], sha256=node.get("sha256"))
         return cls(open_source(entry.run.drafter, target_folder=target_folder), node)
+
+
+def arguments(parser: argparse.ArgumentParser, *, each: int) -> None:
+    """What is measured, and where it is kept."""
+    parser.add_argument("run")
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--each", type=int, default=each, help="prompts of each file")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, required=True)
 
 
 def done(path: Path, work: Callable[[], Any]) -> Any:

@@ -6,11 +6,10 @@
 import argparse
 import time
 from functools import partial
-from pathlib import Path
 
 from export import to_gguf
 from export.gguf_layout import kind_of
-from tests.bench.engines import Run, done, own_rounds, show_lengths
+from tests.bench.engines import Run, arguments, done, own_rounds, show_lengths
 from tests.engines.llama_cpp import draft_options, serving, write_target
 
 # What a server is asked to compute with where it shall be compared to the last digit.
@@ -18,7 +17,7 @@ EXACT = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f
 
 
 def main() -> None:
-    args = arguments()
+    args = parsed()
     run = Run.of(args.run)
     args.out.mkdir(parents=True, exist_ok=True)
     rounds = partial(own_rounds, run, args.prompts, each=args.each, tokens=args.tokens, dtype=args.dtype)
@@ -34,13 +33,9 @@ def main() -> None:
             show(name, found, ours, length)
 
 
-def arguments() -> argparse.Namespace:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("run")
-    parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument("--each", type=int, default=24, help="prompts of each file")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, required=True)
+    arguments(parser, each=24)
     parser.add_argument("--types", nargs="+", default=["F16"], help="types of the draft")
     parser.add_argument("--lengths", nargs="+", type=int, default=[5])
     parser.add_argument("--target-type", default="F16", help="type of the target")

@@ -5,22 +5,17 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 from export import to_hf, to_speculators
 from export.families import family_of
 from export.serving import METHODS
-from tests.bench.engines import Run, done, own_rounds, show_lengths
+from tests.bench.engines import Run, arguments, done, own_rounds, show_lengths
 from tests.engines.vllm import vllm
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("run")
-    parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument("--each", type=int, default=16, help="prompts of each file")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, required=True)
+    arguments(parser, each=16)
     parser.add_argument("--to", choices=["hf", "speculators"], default="hf")
     parser.add_argument("--quants", nargs="+", default=["none"])
     parser.add_argument("--dtype", default="bfloat16", help="of the target, here and there")

@@ -11,7 +11,7 @@ from export.to_gguf import Options
 from tests.block_doubles import MARKOV, make_drafter
 from tests.contract_cases import Reading, learn, tiny_world
 from tests.engines.llama_cpp import VARIABLE, draft_options, random_prompt, server_path, serving, write_target
-from tests.gguf_doubles import write_tokenizer
+from tests.gguf_doubles import CASES, write_tokenizer
 from tests.published_doubles import drafter_of_family, source_of
 from tests.test_families import sharpened
 from tests.tiny import tiny_llama
@@ -25,16 +25,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "ro
 EXACT = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32")
 NUM_TOKENS = 24
 F32 = Options(type="F32")
-CASES = {
-    "markov": {},
-    "markov-bonus": {"sample_from_anchor": False},
-    "markov-unsure": {"confidence": False},
-    "parallel": {},
-    "parallel-anchor": {"sample_from_anchor": True},
-    "parallel-sure": {"confidence": True},
-    "eagle3": {},
-    "eagle3-normed": {"norm_before_residual": True},
-}
 
 
 @pytest.fixture(scope="module")
