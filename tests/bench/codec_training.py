@@ -1,0 +1,140 @@
+# What a drafter loses by a codec of the cache, in accepted length: the same trainings (steps, seeds) from each codec.
+# A cache of bf16 is spelled anew by each, which gives the states that a capture would (the target's are bfloat16).
+#     python -m tests.bench.codec_training make --cache FOLDER --root ROOT
+#     python -m tests.bench.codec_training train --root ROOT --out RUNS --steps 1200   (goes on where it was)
+#     python -m tests.bench.codec_training judge --out RUNS --prompts a.jsonl b.jsonl --each 24
+
+import argparse
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from data.prompts import PromptConfig, prompt_encoder, source_prompts
+from data.sources import SourceConfig
+from drafters.cache import PARTIAL, SAMPLES, SPLITS, HiddenCache, write_file, write_shard
+from drafters.cache_writer import CaptureConfig, cache_folder
+from drafters.codecs import find_codec
+from drafters.contestants import find_entries, target_node
+from drafters.decoding import metrics
+from drafters.decoding.journal import Journal
+from drafters.decoding.loop import DecodeConfig
+from drafters.decoding.runner import Execution, Runner
+from drafters.door import load_target
+from drafters.states import log_sum_exp
+from tests.door_world import ROOT
+
+CODECS = ("bf16", "fp8", "int8", "int4")
+SEEDS = (0, 1, 2)
+
+
+def make(cache: HiddenCache, root: Path, head, name: str) -> None:
+    """The cache as `name` spells it, in the folder where train.py looks for it."""
+    codec = find_codec(name)
+    key = replace(cache.manifest.key, codec=name)
+    folder = cache_folder(CaptureConfig(name="smollm2", root=str(root)), key)
+    (folder / PARTIAL).mkdir(parents=True)
+    manifest = replace(cache.manifest, key=key, shards=(None,) * len(cache.shards))
+    for number in range(len(cache.shards)):
+        file = cache._file(number)
+        tensors = {one: file.get_tensor(one) for one in file.keys()}  # noqa: SIM118  (not a mapping)
+        for one in [one for one in tensors if one.endswith(".data")]:
+            coded = codec.encode(tensors.pop(one))
+            tensors |= {f"{one.removesuffix('data')}{part}": tensor for part, tensor in coded.items()}
+        read_N = tensors["lse"] != 0
+        last_ND = codec.decode({part: tensors[f"last.{part}"] for part in codec.parts})
+        tensors["lse"][read_N] = log_sum_exp(head, last_ND[read_N])
+        manifest = manifest.with_shard(number, write_shard(folder, f"shard-{number:05d}.safetensors", tensors))
+    for one in (SAMPLES, SPLITS):
+        write_file(folder / one, (cache.folder / one).read_bytes())
+    manifest.save(folder)
+    (folder / PARTIAL).rmdir()
+
+
+def train(root: Path, out: Path, steps: int, more: list[str]) -> None:
+    for seed, codec in product(SEEDS, CODECS):
+        settings = [f"cache.root={root}", f"cache.codec={codec}", f"outputs={out}", f"name={codec}-{seed}"]
+        settings += [f"data.seed={seed}", "optim.minutes=null", f"optim.max_steps={steps}", *more]
+        settings += ["callbacks.probe_every_n_steps=null", "report.num_prompts=2", "report.num_speed_prompts=1"]
+        subprocess.run([sys.executable, "train.py", "drafter=markov", *settings], cwd=ROOT, check=True)
+
+
+def judge(out: Path, paths: list[str], each: int, journal: Path) -> None:
+    names = [str(out / f"{codec}-{seed}") for seed, codec in product(SEEDS, CODECS)]
+    entries = find_entries(names, {}, key="names")
+    target = load_target(target_node(entries, None), device="cpu")
+    drafters = {entry.name: entry.load(target).drafter for entry in entries}
+    encoder = prompt_encoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs={})
+    wanted = PromptConfig(num_prompts=each, turns=1)
+    dialogues, _ = source_prompts(SourceConfig(path=paths), encoder, wanted, room=1024)
+    with Journal(journal, f"{names} {paths} {each}", resume=True) as kept:
+        runner = Runner(target, drafters, DecodeConfig(max_new_tokens=128, batch_size=16), Execution(journal=kept))
+        found = runner.turns("acceptance", dialogues, list(drafters), {})
+    sums = {  # (accepted + bonus, rounds) of each prompt
+        name: {
+            item.number: _sums(row.rounds) for run in runs for item, row in zip(run.unit.items, run.rows, strict=True)
+        }
+        for name, runs in found.items()
+    }
+    numbers = sorted(sums["bf16-0"])
+    table = {codec: torch.tensor([[sums[f"{codec}-{s}"][n] for n in numbers] for s in SEEDS]) for codec in CODECS}
+    print(f"{len(numbers)} prompts; drafts accepted a round by seed, all, and as a share of bf16's [95 %]")
+    generator = torch.Generator().manual_seed(0)
+    for codec, sums_SN2 in table.items():
+        by_seed = " ".join(f"{drafts(one):.3f}" for one in sums_SN2)
+        ratio = drafts(sums_SN2) / drafts(table["bf16"])
+        draws = [torch.randint(len(numbers), (len(numbers),), generator=generator) for _ in range(2000)]
+        seeds = [torch.randint(len(SEEDS), (len(SEEDS),), generator=generator) for _ in range(2000)]
+
+        def interval(draw, sums_SN2=sums_SN2):
+            ratios = [drafts(sums_SN2[s][:, n]) / drafts(table["bf16"][s][:, n]) for s, n in draw]
+            low, high = torch.tensor(ratios).quantile(torch.tensor([0.025, 0.975])).tolist()
+            return f"[{low:.3f}, {high:.3f}]"
+
+        prompts = interval([(torch.arange(len(SEEDS)), n) for n in draws])
+        both = interval(list(zip(seeds, draws, strict=True)))
+        print(f"{codec:5s} {by_seed}  {drafts(sums_SN2):.3f}  {ratio:.3f} by prompt {prompts}, seed too {both}")
+
+
+def drafts(sums: torch.Tensor) -> float:
+    tokens, rounds = sums.reshape(-1, 2).sum(0).tolist()
+    return tokens / rounds - 1 if rounds else math.nan
+
+
+def _sums(rounds) -> tuple[int, int]:
+    full = metrics.full_rounds(rounds)
+    return sum(r.accepted + 1 for r in full), len(full)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["make", "train", "judge"])
+    parser.add_argument("--cache")
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--prompts", nargs="+")
+    parser.add_argument("--each", type=int, default=24)
+    parser.add_argument("settings", nargs="*", help="more settings of train.py")
+    args = parser.parse_args()
+    if args.what == "make":
+        from hydra import compose, initialize_config_dir
+
+        from drafters.config import to_plain
+
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            head = load_target(to_plain(compose("capture").target), device="cpu").head
+        for name in CODECS:
+            make(HiddenCache.open(args.cache), args.root, head, name)
+    elif args.what == "train":
+        train(args.root, args.out, args.steps, args.settings)
+    else:
+        judge(args.out, args.prompts, args.each, args.out / "journal")
+
+
+if __name__ == "__main__":
+    main()
