@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
     from drafters.decoding.dialogue import Dialogue
     from drafters.decoding.measure import MeasureConfig
+    from drafters.distributed import Ranks
     from drafters.runs import Run
     from drafters.target import FrozenTarget
     from drafters.training.plan import Plan
 
 
-def train(cfg: DictConfig) -> None:
-    """Capture (or reuse) the target's states, train (or resume), measure, and write `outputs/<name>/`."""
+def train(cfg: DictConfig, ranks: "Ranks") -> None:
+    """Capture (or reuse) the target's states, train (or resume), measure, and write `outputs/<name>/`. All `ranks` do
+    so together."""
     from data.capture import capture_states, encode_splits
     from data.prompts import held_out_prompts
     from data.sources import load_splits
@@ -35,21 +37,22 @@ def train(cfg: DictConfig) -> None:
     from drafters.runs import claim
     from drafters.training.fit import check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
-    from drafters.training.plan import place
+    from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
 
     plan, settings = read_plan(cfg), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
-    with claim(cfg.run_dir, settings, resume=plan.resume) as run:
+    with claim(cfg.run_dir, settings, resume=plan.resume, ranks=ranks) as run:
         # A finished run whose drafter was lost writes it again from its checkpoint.
-        if run.report.is_file() and (run.has_drafter or run.checkpoint is None):
+        if ranks.share(run.report.is_file() and (run.has_drafter or run.checkpoint is None)):
             say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
             return
         warm_start = plan.warm_start if run.checkpoint is None else None
         if warm_start is not None:
             folder_of(warm_start)
         parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
-        target = load_target(settings["target"], device=cfg.device)
+        with ranks.first_goes_first():
+            target = load_target(settings["target"], device=ranks.device(cfg.device))
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
@@ -60,15 +63,37 @@ def train(cfg: DictConfig) -> None:
             say(f"{name}: {counted.summary()}")
         check_block_size(splits["train"], outline.block_size)
         layer_ids = tuple(sorted({*plan.cache.layer_ids, *outline.needs.layer_ids}))
-        cache = capture_states(target, splits, replace(plan.cache, layer_ids=layer_ids), encoder=encoder)
+        cache = capture_states(target, splits, replace(plan.cache, layer_ids=layer_ids), encoder=encoder, ranks=ranks)
         start = Start(target=target, examples=splits["train"], states=cache, indices=cache.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
         config = measured_as(plan, target)
         check_settings(drafter, prompts, config, key="report")
         probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
         module = DistillModule(drafter, target.head, plan.optim, sample_names=cache.ids)
-        fit(plan, run, module, cache, probe=probe, trainer=partial(build_trainer, cfg, **place(target.device)))
-        report(run, target, prompts, config, settings)
+        averages = plan.optim.ema_decay is not None
+        check_strategy(settings["trainer"], run.checkpoint, averages=averages, size=ranks.size)
+        place = placement(settings["trainer"], ranks, target.device)
+        fit(plan, run, module, cache, probe=probe, trainer=partial(build_trainer, cfg, **place))
+        report(run, target, prompts, config, settings, ranks)
+
+
+def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
+    """Whether this process, being alone, has started the processes that `trainer.devices` asks for, and they have
+    trained. Raises ConfigError for a number that does not fit what was started, SystemExit where they failed."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from drafters.config import to_plain
+    from drafters.distributed import INTERRUPTED, launch
+    from drafters.training.strategies import num_processes
+
+    count = num_processes(to_plain(cfg.trainer), ranks)
+    if count == ranks.size:
+        return False
+    given = HydraConfig.get().overrides
+    status = launch(count, sys.argv[0], [*given.task, "hydra.mode=RUN", f"outputs={cfg.outputs}"])
+    if status:
+        raise SystemExit(status if status == INTERRUPTED else 1)
+    return True
 
 
 def read_plan(cfg: DictConfig) -> "Plan":
@@ -77,7 +102,9 @@ def read_plan(cfg: DictConfig) -> "Plan":
     from drafters.config import to_plain
     from drafters.training import plan
 
-    build_trainer(cfg, logger=False, enable_checkpointing=False)
+    alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
+    is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
+    build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
     return plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
 
 
@@ -125,6 +152,7 @@ def report(
     prompts: list["Dialogue"],
     config: "MeasureConfig",
     settings: Mapping[str, Any],
+    ranks: "Ranks",
 ) -> None:
     """Real decoding with the best weights of the run, on held-out prompts; before it, the picture of the training."""
     from drafters.checkpoint import load_drafter, provenance
@@ -133,12 +161,13 @@ def report(
     from drafters.training.curve import save_curve
     from drafters.training.loggers import log_report
 
-    save_curve(run.folder)
+    if ranks.is_first:
+        save_curve(run.folder)
     drafter = load_drafter(run.drafter, spec=target.spec).to(target.device)
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
-    place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]})
-    (found,) = measure_and_write(target, contestants, prompts, config, place).values()
-    log_report(run.folder, settings, found, run.folder, prefix="report")
+    place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]}, ranks=ranks)
+    for found in measure_and_write(target, contestants, prompts, config, place).values():  # on the first rank
+        log_report(run.folder, settings, found, run.folder, prefix="report")
 
 
 def is_local_sweep() -> bool:
@@ -155,11 +184,17 @@ failed_jobs: list[str] = []
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    from drafters.door import door
+    from drafters.distributed import Ranks, leave
+    from drafters.door import door, only_first_speaks
 
     try:
         with door():
-            train(cfg)
+            with Ranks.from_environment() as ranks:
+                only_first_speaks(ranks)
+                if not started_here(cfg, ranks):
+                    train(cfg, ranks)
+            if ranks.size > 1:
+                leave()
     except SystemExit as stop:
         # A sweep goes on with its other jobs; Ctrl-C ends it.
         if stop.code != 1 or not is_local_sweep():

@@ -6,7 +6,7 @@
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drafters.cache import HiddenCache
     from drafters.cache_writer import CaptureConfig, Estimate
     from drafters.chat import ChatEncoder, EncodeReport
+    from drafters.distributed import Ranks
     from drafters.target import FrozenTarget
     from drafters.types import Conversation, Example
 
@@ -62,6 +63,7 @@ def capture_states(
     config: "CaptureConfig",
     *,
     encoder: "ChatEncoder",
+    ranks: "Ranks | None" = None,
 ) -> "HiddenCache":
     """The cache of these examples under this target, captured now as far as it is not there yet, with a progress bar
     on stderr. Raises what `drafters.cache_writer.capture` raises."""
@@ -75,7 +77,7 @@ def capture_states(
         max_length=encoder.max_length,
         codec=config.codec,
     )
-    with CaptureBar() as watcher:
+    with CaptureBar() as watcher, ranks.first_goes_first() if ranks else nullcontext():
         return capture(target, splits, cache_folder(config, key), key=key, config=config, watcher=watcher)
 
 

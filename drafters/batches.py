@@ -43,8 +43,8 @@ class StateSource(Protocol):
         """Samples with the layers of `needs`, in its order."""
 
 
-def collate(samples: Sequence[CachedSample], *, layer_ids: tuple[int, ...], seed: int) -> Batch:
-    """Right-pad samples into one batch. `layer_ids` are the layers of their `aux_TLD`."""
+def collate(samples: Sequence[CachedSample], *, layer_ids: tuple[int, ...], seeds: Sequence[int]) -> Batch:
+    """Right-pad samples into one batch. `layer_ids` are the layers of their `aux_TLD`, `seeds` one a sample."""
 
     def padded(rows: list[Tensor]) -> Tensor:
         return pad_sequence(rows, batch_first=True)
@@ -58,7 +58,7 @@ def collate(samples: Sequence[CachedSample], *, layer_ids: tuple[int, ...], seed
         last_BTD=padded([sample.last_TD for sample in samples]),
         lse_BT=padded([sample.lse_T for sample in samples]),
         layer_ids=layer_ids,
-        seed=seed,
+        seeds=tuple(seeds),
         sample_ids=tuple(sample.index for sample in samples),
     )
 
@@ -116,10 +116,11 @@ class StatesLoader:
         order = self._order(epoch)
         start, stop = share(len(order), step, len(self))
         first, last = share(stop - start, self.rank, self.num_ranks)
-        samples = self.source.read([self.indices[i] for i in order[start + first : start + last]], self.needs)
+        places = range(start + first, start + last)
+        samples = self.source.read([self.indices[order[i]] for i in places], self.needs)
         kind = "train" if self.finished else "validation"
-        seed = batch_seed(kind, self.config.seed, epoch, start + first)
-        return collate(samples, layer_ids=self.needs.layer_ids, seed=seed)
+        seeds = [batch_seed(kind, self.config.seed, epoch, i) for i in places]
+        return collate(samples, layer_ids=self.needs.layer_ids, seeds=seeds)
 
     def _order(self, epoch: int) -> list[int]:
         if self._last_order[0] != epoch:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import drafters
@@ -26,6 +27,7 @@ from drafters.packed.load import load_packed
 from drafters.spec import TargetSpec
 
 __all__ = [
+    "WHOLE",
     "drafter_of_checkpoint",
     "is_packed",
     "load_drafter",
@@ -39,6 +41,7 @@ __all__ = [
 
 SCHEMA = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WHOLE = "drafter.safetensors"  # beside the parts of a training checkpoint that is a folder
 # What must agree even where another target is allowed: the drafter's own sizes follow from these.
 SIZES = ("hidden_size", "num_layers", "vocab_size", "embed_scale", "logit_scale", "logit_softcap")
 
@@ -114,11 +117,14 @@ def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_ot
 
 
 def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: TargetSpec) -> Drafter:
-    """The drafter of a training checkpoint, its draft vocabulary included. Raises CheckpointError when the file is
-    damaged or holds a drafter of another shape."""
+    """The drafter of a training checkpoint, its draft vocabulary included. Of a checkpoint in parts, a folder, it is
+    the file WHOLE there. Raises CheckpointError when the file is damaged or holds a drafter of another shape."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        if path.is_dir():
+            state = load_file(path / WHOLE)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, SafetensorError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name="

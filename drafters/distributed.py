@@ -15,13 +15,15 @@ import torch.distributed as dist
 
 from drafters.errors import CheckpointError, ConfigError, DataError, DraftersError
 
-__all__ = ["Ranks", "leave"]
+__all__ = ["Ranks", "is_launched", "launch", "leave"]
 
 T = TypeVar("T")
 # Ranks wait for the slowest, which may rightly take long. One that died is noticed at once (its connection closes, and
 # torchrun ends the others); this limit is for one that lives and hangs.
 TIMEOUT = timedelta(hours=4)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SAVING = 600
+INTERRUPTED = 130  # exit status of a process that a signal has stopped
 KINDS = (CheckpointError, ConfigError, DataError, DraftersError)
 
 
@@ -56,7 +58,7 @@ class Ranks:
             group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             _check_environment()
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group(_backend(), timeout=timeout)
         ranks = cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
@@ -79,8 +81,24 @@ class Ranks:
     def device(self, asked: str | None) -> str | None:
         """`asked`, or, of several processes on a machine with GPUs, the one of this rank."""
         if asked is None and self.size > 1 and torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            if self.local_rank >= count:
+                raise ConfigError(
+                    f"rank {self.rank} is process {self.local_rank} of its machine and sees {count} GPUs; start one "
+                    "process a GPU, and let each see all of its machine"
+                )
+            torch.cuda.set_device(self.local_rank)
             return f"cuda:{self.local_rank}"
         return asked
+
+    @contextmanager
+    def first_goes_first(self) -> Iterator[None]:
+        """Within it the first rank goes before the others, who then find what it has fetched or written."""
+        if not self.is_first:
+            self.barrier()
+        yield
+        if self.is_first:
+            self.barrier()
 
     def mine(self, items: Sequence[T]) -> list[T]:
         """This rank's share: number i belongs to rank i % size."""
@@ -140,6 +158,10 @@ class Ranks:
                 if self._agreed or self._lost:
                     raise
                 failure = error
+            except KeyboardInterrupt:
+                if self.is_first:
+                    raise
+                raise SystemExit(INTERRUPTED) from None  # the first one says it
             self._exchange("end", None, failure)
         except DraftersError:
             if self._agreed and not self.is_first and not os.environ.get("DRAFTERS_DEBUG"):
@@ -155,6 +177,35 @@ def leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that were started together."""
+    return _world_size() > 1
+
+
+def launch(count: int, script: str, arguments: Sequence[str]) -> int:
+    """Run `count` processes of a script on this machine, as torchrun does, and wait for them: the exit status of one
+    that failed, else 0. They say what went wrong themselves. SIGINT and SIGTERM are passed on to them, which then have
+    SAVING seconds to end."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc-per-node={count}", f"--shutdown-timeout={SAVING}"]
+    try:
+        run.main([*options, script, *arguments])
+    except ChildFailedError as error:
+        return int(error.get_first_failure()[1].exitcode) or 1
+    except SignalException:
+        return INTERRUPTED
+    return 0
+
+
+def _backend() -> str:
+    """What carries tensors: of a GPU NCCL, of the CPU gloo."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def _world_size() -> int:

@@ -35,6 +35,7 @@ __all__ = [
     "door",
     "load_target",
     "measure_and_write",
+    "only_first_speaks",
     "phase_bars",
     "pick_device",
     "progress_bar",
@@ -86,6 +87,14 @@ def door() -> Iterator[None]:
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"interrupted: {str(stop) or 'finished work is kept; the same command goes on from there'}\n")
         raise SystemExit(130) from None
+
+
+def only_first_speaks(ranks: "Ranks") -> None:
+    """Of several processes the first one alone prints and warns; errors are told by all that have one."""
+    if not ranks.is_first:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the rest of the process)
+        warnings.simplefilter("ignore")
+        logging.getLogger("drafters").setLevel(logging.ERROR)
 
 
 def _fail(message: str) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.checkpoint import replace_path, write_error
+from drafters.distributed import Ranks
 from drafters.errors import CheckpointError
 
 __all__ = ["SETTINGS", "Run", "claim", "open_run"]
@@ -33,7 +34,7 @@ class Run:
     def checkpoint(self) -> Path | None:
         """What to resume from; None before anything was saved."""
         path = self.folder / "checkpoints" / "last.ckpt"
-        return path if path.is_file() else None
+        return path if path.exists() else None
 
     @property
     def report(self) -> Path:
@@ -52,14 +53,21 @@ class Run:
 
 
 @contextmanager
-def claim(folder: Path | str, settings: Mapping[str, Any], *, resume: bool = False) -> Iterator[Run]:
-    """Hold `folder` for this process and write its settings, or find them equal to the ones there.
+def claim(
+    folder: Path | str, settings: Mapping[str, Any], *, resume: bool = False, ranks: Ranks | None = None
+) -> Iterator[Run]:
+    """Hold `folder` for this process (of several: the first one for all) and write its settings, or find them equal to
+    the ones there.
 
     Raises CheckpointError when the folder cannot be written or another process holds it, or when it holds results of
     other settings. `resume` goes on all the same (e.g. with a longer budget); a report of before is then kept as
     `report.before.json`.
     """
     run = Run(Path(folder))
+    if ranks is not None and not ranks.is_first:
+        ranks.barrier()
+        yield run
+        return
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         lock = (run.folder / "run.lock").open("w")
@@ -75,6 +83,8 @@ def claim(folder: Path | str, settings: Mapping[str, Any], *, resume: bool = Fal
                 f"run_dir: {folder} is in use by another process; wait for it, or choose another name="
             ) from error
         _check_settings(run, settings, resume=resume)
+        if ranks is not None:
+            ranks.barrier()
         yield run
 
 

@@ -90,9 +90,10 @@ class Batch:
     """Right-padded conversations with their target states; offline and online training produce the same.
 
     `lse_BT[b, t]` is the target's log-sum-exp over the full vocabulary of the logits made from `last_BTD[b, t]`
-    (the prediction of token t+1), in float32, defined where `loss_mask_BT[b, t+1]`. `seed` is the only source of
-    randomness a loss may use (anchors, noise): equal batches give equal losses, so that resume is exact. `progress` is
-    the share of the training that is done, for weights that follow a schedule; 1 in validation.
+    (the prediction of token t+1), in float32, defined where `loss_mask_BT[b, t+1]`. `seeds`, one a conversation, are the
+    only source of randomness a loss may use (anchors, noise): a conversation's part of the sums is the same in every
+    batch, so that neither resuming nor the number of processes changes anything. `progress` is the share of the
+    training that is done, for weights that follow a schedule; 1 in validation.
     """
 
     tokens_BT: Tensor  # int64, padded with 0
@@ -102,7 +103,7 @@ class Batch:
     last_BTD: Tensor
     lse_BT: Tensor  # float32
     layer_ids: tuple[int, ...]
-    seed: int
+    seeds: tuple[int, ...]
     sample_ids: tuple[int, ...] = ()
     progress: float = 1.0
 

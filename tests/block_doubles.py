@@ -94,7 +94,7 @@ def batch_of(target: FrozenTarget, tokens_BT: Tensor, lengths_B: Tensor, mask_BT
         last_BTD=last_BTD,
         lse_BT=target.head.logits(last_BTD).logsumexp(-1),
         layer_ids=LAYER_IDS,
-        seed=seed,
+        seeds=tuple(range(seed, seed + len(lengths_B))),
     )
 
 

@@ -39,7 +39,7 @@ def hand_batch(tokens, last, *, supervised, aux=None, layer_ids=()):
         last_BTD=last_BTD,
         lse_BT=(last_BTD @ LM_HEAD.T).logsumexp(-1),
         layer_ids=layer_ids,
-        seed=0,
+        seeds=(0,),
     )
 
 

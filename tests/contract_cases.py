@@ -71,7 +71,8 @@ class World:
         return Start(target=self.target, examples=self.examples, states=self, indices=range(len(self.examples)))
 
     def batch(self, needs: Needs, indices, *, seed: int = 0) -> Batch:
-        return collate(self.read(indices, needs), layer_ids=needs.layer_ids, seed=seed)
+        samples = self.read(indices, needs)
+        return collate(samples, layer_ids=needs.layer_ids, seeds=[len(samples) * seed + i for i in range(len(samples))])
 
     def drafter(self, name: str, **changes):
         """A new one by the settings of conf/drafter/<name>.yaml, shrunk, and these changes."""

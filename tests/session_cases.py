@@ -56,8 +56,8 @@ def trained_loss(world: World, drafter, tokens_T, at: int, num_labels: int) -> f
     mask_T = (torch.arange(len(tokens_T)) >= at) & (torch.arange(len(tokens_T)) <= at + num_labels)
     example = Example(id="", source="", tokens_T=tokens_T, loss_mask_T=mask_T)
     alone = replace(world, examples=(example,))
-    batch = collate(alone.read([0], drafter.needs), layer_ids=drafter.needs.layer_ids, seed=0)
-    seeds = (replace(batch, seed=seed) for seed in range(999))
+    batch = collate(alone.read([0], drafter.needs), layer_ids=drafter.needs.layer_ids, seeds=[0])
+    seeds = (replace(batch, seeds=(seed,)) for seed in range(999))
     batch = next(one for one in seeds if sample_anchors(one, num_anchors=1, block_size=1).positions_A.tolist() == [at])
     losses = drafter.loss(batch, world.target.head)
     assert losses.count == num_labels

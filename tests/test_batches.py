@@ -35,9 +35,9 @@ def same(a: Batch, b: Batch) -> bool:
 
 def test_collate_pads_on_the_right(cache):
     samples = cache.read([0, 5, 9], NEEDS)
-    batch = collate(samples, layer_ids=NEEDS.layer_ids, seed=7)
+    batch = collate(samples, layer_ids=NEEDS.layer_ids, seeds=[7, 8, 9])
     width = max(len(sample.tokens_T) for sample in samples)
-    assert batch.seed == 7
+    assert batch.seeds == (7, 8, 9)
     assert batch.sample_ids == (0, 5, 9)
     assert batch.layer_ids == (0, 3)
     assert batch.lengths_B.tolist() == [len(sample.tokens_T) for sample in samples]
@@ -50,12 +50,12 @@ def test_collate_pads_on_the_right(cache):
             assert row.dtype == alone.dtype
             assert torch.equal(row[:n], alone)
             assert not row[n:].any()
-    assert collate(cache.read([1], Needs(last=True)), layer_ids=(), seed=0).aux_BTLD is None
+    assert collate(cache.read([1], Needs(last=True)), layer_ids=(), seeds=[0]).aux_BTLD is None
 
 
 def test_batches_are_copies_that_may_be_written(cache):
     before = cache[2].last_TD.clone()
-    collate(cache.read([2]), layer_ids=(0, 2, 3), seed=0).last_BTD.zero_()
+    collate(cache.read([2]), layer_ids=(0, 2, 3), seeds=[0]).last_BTD.zero_()
     assert torch.equal(cache[2].last_TD, before)
 
 
@@ -68,7 +68,7 @@ def test_an_epoch_is_a_permutation_and_depends_on_seed_and_epoch(cache):
         assert sorted(orders[-1]) == list(range(14))
         assert len(batches) == steps == 4
         assert {len(batch.sample_ids) for batch in batches} == {3, 4}
-        assert len({batch.seed for batch in batches}) == steps
+        assert len({seed for batch in batches for seed in batch.seeds}) == 14
     assert len({tuple(order) for order in orders}) == 3
 
 
@@ -90,7 +90,7 @@ def test_ranks_share_each_step_of_one_rank(cache, num_ranks):
         together = [part[step].sample_ids for part in parts]
         assert all(together)
         assert sum(together, ()) == batch.sample_ids
-        assert len({part[step].seed for part in parts}) == num_ranks
+        assert sum((part[step].seeds for part in parts), ()) == batch.seeds
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(14, 4), (7, 3), (5, 2), (2, 2), (3, 8)])

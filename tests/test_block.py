@@ -78,7 +78,7 @@ def test_no_token_after_the_anchor_changes_a_block(target, window, from_anchor):
     for start in range(1, 14):
         tokens_BT = batch.tokens_BT.clone()
         tokens_BT[:, start:] = (tokens_BT[:, start:] + 7) % target.spec.vocab_size
-        other = batch_of(target, tokens_BT, batch.lengths_B, batch.loss_mask_BT, seed=batch.seed)
+        other = batch_of(target, tokens_BT, batch.lengths_B, batch.loss_mask_BT, seed=batch.seeds[0])
         _, after = states_of(drafter, target, other)
         changed_A = (after - before).abs().amax((1, 2)) > 1e-6
         assert torch.equal(changed_A, anchors.positions_A >= start)
@@ -128,7 +128,7 @@ def by_hand() -> Batch:
         last_BTD=torch.zeros(2, 9, 1),
         lse_BT=torch.zeros(2, 9),
         layer_ids=(),
-        seed=3,
+        seeds=(3, 4),
     )
 
 
@@ -154,13 +154,13 @@ def test_anchors_and_labels_by_hand():
 def test_every_valid_anchor_can_be_drawn_and_none_twice():
     seen = set()
     for seed in range(60):
-        anchors = sample_anchors(replace(by_hand(), seed=seed), num_anchors=2, block_size=3)
+        anchors = sample_anchors(replace(by_hand(), seeds=(seed, seed + 100)), num_anchors=2, block_size=3)
         drawn = list(zip(anchors.rows_A.tolist(), anchors.positions_A.tolist(), strict=True))
         assert len(drawn) == len(set(drawn)) == 3
         assert drawn == sorted(drawn)
         seen |= set(drawn)
     assert seen == {(0, 2), (0, 3), (0, 7), (1, 1)}
-    again = [sample_anchors(replace(by_hand(), seed=5), num_anchors=2, block_size=3) for _ in range(2)]
+    again = [sample_anchors(replace(by_hand(), seeds=(5, 6)), num_anchors=2, block_size=3) for _ in range(2)]
     assert torch.equal(again[0].positions_A, again[1].positions_A)
 
 
@@ -242,14 +242,14 @@ def test_metrics_in_training_are_those_of_validation(target):
 
 def test_padding_and_company_change_nothing(target):
     """The same conversations alone, together and with more padding give the same sum."""
-    drafter = make_drafter(target, num_anchors=100)
+    drafter = make_drafter(target, num_anchors=4)
     lengths = [15, 10]
     both, wide = make_batch(target, lengths), make_batch(target, lengths, width=15)
     parts = []
     for row, length in enumerate(lengths):
         tokens = both.tokens_BT[row : row + 1, :length]
         mask = both.loss_mask_BT[row : row + 1, :length]
-        parts.append(batch_of(target, tokens, torch.tensor([length]), mask, seed=0))
+        parts.append(batch_of(target, tokens, torch.tensor([length]), mask, seed=row))
     padded = torch.nn.functional.pad(wide.tokens_BT, (0, 6))
     mask = torch.nn.functional.pad(wide.loss_mask_BT, (0, 6))
     padded_batch = batch_of(target, padded, wide.lengths_B, mask, seed=0)

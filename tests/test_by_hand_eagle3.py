@@ -75,13 +75,13 @@ def world(**weights):
         last_BTD=last_BTD,
         lse_BT=head.logits(last_BTD).logsumexp(-1),
         layer_ids=(0, 1, 2),
-        seed=0,
+        seeds=(0,),
     )
 
     def drawn(seed):
-        return sample_anchors(replace(batch, seed=seed), num_anchors=1, block_size=2).positions_A.tolist()
+        return sample_anchors(replace(batch, seeds=(seed,)), num_anchors=1, block_size=2).positions_A.tolist()
 
-    return drafter, head, replace(batch, seed=next(seed for seed in range(50) if drawn(seed) == [2]))
+    return drafter, head, replace(batch, seeds=(next(seed for seed in range(50) if drawn(seed) == [2]),))
 
 
 def test_outputs_of_two_steps():

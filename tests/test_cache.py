@@ -128,7 +128,7 @@ def test_losses_read_the_last_state_where_it_is_supervised_alone(target, made, t
     found = []
     for cache in (made, captured(target, tmp_path / "c", config=replace(CONFIG, last="supervised"))):
         samples = cache.read(range(8), drafter.needs)
-        losses = drafter.loss(collate(samples, layer_ids=drafter.needs.layer_ids, seed=1), target.head)
+        losses = drafter.loss(collate(samples, layer_ids=drafter.needs.layer_ids, seeds=range(8)), target.head)
         gradients = torch.autograd.grad(losses.total, [p for p in drafter.parameters() if p.requires_grad])
         found.append((losses.total, losses.count, *gradients))
     assert found[0][1] > 10

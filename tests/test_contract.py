@@ -105,7 +105,14 @@ def test_equal_batches_give_equal_losses_and_seeds_choose_anchors(world, name):
     drafter = shaken(world.drafter(name, num_anchors=2))
     batch = world.batch(drafter.needs, [0, 1, 2], seed=7)
     totals = [float(drafter.loss(one, world.target.head).total.detach()) for one in (batch, batch)]
-    totals += [float(drafter.loss(replace(batch, seed=s), world.target.head).total.detach()) for s in (8, 9, 10)]
+    totals += [
+        float(
+            drafter.loss(
+                replace(batch, seeds=tuple(range(100 * s, 100 * s + len(batch.seeds)))), world.target.head
+            ).total.detach()
+        )
+        for s in (8, 9, 10)
+    ]
     assert totals[0] == totals[1]
     assert len(set(totals)) > 1
 
@@ -202,7 +209,8 @@ def single_anchors(drafter, world):
     places_T = torch.arange(batch.tokens_BT.shape[1])
     for k in range(1, drafter.block_size + 1):
         masked = replace(batch, loss_mask_BT=((places_T >= P) & (places_T <= P + k))[None])
-        yield k, next(one for one in (replace(masked, seed=seed) for seed in range(999)) if anchor_of(one) == [P])
+        drawn = (replace(masked, seeds=(seed,)) for seed in range(999))
+        yield k, next(one for one in drawn if anchor_of(one) == [P])
 
 
 def anchor_of(batch):

@@ -67,7 +67,7 @@ class ToyHead:
 
 
 class ToyDrafter(Drafter):
-    """Predicts the next token from one aux layer. Draws noise from `batch.seed` alone, as real losses draw anchors."""
+    """Predicts the next token from one aux layer. Draws noise from a batch's seed alone, as real losses draw anchors."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -97,7 +97,7 @@ class ToyDrafter(Drafter):
         return 2
 
     def loss(self, batch, target_head):
-        generator = torch.Generator().manual_seed(batch.seed)
+        generator = torch.Generator().manual_seed(batch.seeds[0])
         noise = self.config.noise * torch.randn(batch.last_BTD.shape, generator=generator)
         hidden = self.out(self.norm(torch.tanh(self.proj(batch.aux_BTLD[:, :, 0] + noise))))
         logits = (hidden @ target_head.lm_head_VD.T)[:, :-1].float()
@@ -145,7 +145,7 @@ def batch_of(indices, *, seed):
         last_BTD=states_BTD,
         lse_BT=torch.zeros(len(indices), LENGTH),
         layer_ids=(1,),
-        seed=seed,
+        seeds=(seed,) * len(indices),
         sample_ids=tuple(indices),
     )
 

@@ -29,7 +29,7 @@ class Anchors:
 
 
 def sample_anchors(batch: Batch, *, num_anchors: int, block_size: int) -> Anchors:
-    """Up to `num_anchors` anchors of each conversation, without replacement, by `batch.seed` alone.
+    """Up to `num_anchors` anchors of each conversation, without replacement, by its seed alone.
 
     A position can be an anchor when it and its next token are supervised (2607.05147).
     """
@@ -37,9 +37,7 @@ def sample_anchors(batch: Batch, *, num_anchors: int, block_size: int) -> Anchor
     width = mask_BT.shape[1]
     valid_BT = torch.zeros_like(mask_BT)
     valid_BT[:, :-1] = mask_BT[:, :-1] & mask_BT[:, 1:]
-    generator = torch.Generator().manual_seed(batch.seed % 2**63)
-    keys_BT = torch.rand(mask_BT.shape, generator=generator).to(mask_BT.device)
-    keys_BT = keys_BT.masked_fill(~valid_BT, -1.0)
+    keys_BT = _keys(batch).masked_fill(~valid_BT, -1.0)
     kept = min(num_anchors, width)
     floor_B = keys_BT.topk(kept, dim=1).values[:, -1:]
     rows_A, positions_A = ((keys_BT >= floor_B) & valid_BT).nonzero(as_tuple=True)
@@ -55,6 +53,14 @@ def sample_anchors(batch: Batch, *, num_anchors: int, block_size: int) -> Anchor
         counted_AG=supervised_AG.cumprod(1).bool(),
         states_AG=rows_A[:, None] * width + safe_AG - 1,
     )
+
+
+def _keys(batch: Batch) -> Tensor:
+    """Random numbers [B, T], those of a row by its seed and length alone; 0 on padding."""
+    keys_BT = torch.zeros(batch.loss_mask_BT.shape)
+    for row, (seed, length) in enumerate(zip(batch.seeds, batch.lengths_B.tolist(), strict=True)):
+        keys_BT[row, :length] = torch.rand(length, generator=torch.Generator().manual_seed(seed % 2**63))
+    return keys_BT.to(batch.loss_mask_BT.device)
 
 
 def with_a_row(anchors: Anchors) -> Anchors:

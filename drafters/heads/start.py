@@ -47,7 +47,7 @@ class Start:
     def sample(self, needs: Needs) -> Batch:
         """A batch of a few training conversations, the same at every call."""
         few = list(self.indices[:: max(1, len(self.indices) // SAMPLE_SIZE)][:SAMPLE_SIZE])
-        return collate(self.states.read(few, needs), layer_ids=needs.layer_ids, seed=0)
+        return collate(self.states.read(few, needs), layer_ids=needs.layer_ids, seeds=range(len(few)))
 
     def target_tensors(self) -> Mapping[str, Tensor]:
         """The target's weights by name."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from drafters.heads.base import Drafter
 from drafters.heads.calibration_metrics import ACCEPTANCE, CONFIDENCE, auc_of, ece_of
 from drafters.training.budget import Stopwatch
 from drafters.training.optim import OptimConfig, build_optimizer, schedule_factor
+from drafters.training.strategies import share_out, total_norm
 from drafters.training.window import Window
 from drafters.types import Batch, Losses
 
@@ -92,8 +94,16 @@ class DistillModule(LightningModule):
         """The frozen target's embedding and output projection, on this module's device."""
         return self._target.held
 
+    @property
+    def _owns_gradients(self) -> bool:
+        """Whether gradients are here to be scaled; DeepSpeed keeps them in partitions of its own."""
+        return not isinstance(self.trainer.strategy, DeepSpeedStrategy)
+
     def setup(self, stage: str) -> None:
         self._target.held = self.target_head.to(self.device)
+
+    def configure_model(self) -> None:
+        share_out(self, self.trainer.strategy)
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.drafter, self.optim)
@@ -122,12 +132,15 @@ class DistillModule(LightningModule):
         done = 0.0 if self.total_steps is None else self.trainer.global_step / self.total_steps
         losses = self.losses(replace(batch, progress=min(1.0, done)))
         self._window.add(batch, losses)
-        return losses.total
+        if self._owns_gradients:
+            return losses.total
+        count = self._reduce(losses.count.to(self.device, torch.float64)).clamp_min(1.0)
+        return losses.total * (self.trainer.world_size / count).to(losses.total.dtype)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # Lightning calls this after the last backward pass and before it clips.
-        named = {n: p.grad for n, p in self.drafter.named_parameters() if p.grad is not None}
-        norm = torch.nn.utils.get_total_norm(named.values())
+        named = {n: p.grad for n, p in self.drafter.named_parameters() if p.grad is not None and self._owns_gradients}
+        norm = total_norm(named.values())
         sums = self._window.sums | {f"request.{name}": torch.tensor(float(on)) for name, on in self.requests.items()}
         sums["alarm"] = ~(self._window.finite() & norm.isfinite())
         total = self._sum_over_ranks(sums)
@@ -141,7 +154,7 @@ class DistillModule(LightningModule):
         self.positions += round(count)
         self.agreed = {name: total.pop(f"request.{name}") > 0 for name in REQUESTS}
         self._window = Window()
-        self._log_step(total, count, float(norm) * scale, optimizer)
+        self._log_step(total, count, float(norm) * scale if self._owns_gradients else None, optimizer)
 
     def on_validation_epoch_start(self) -> None:
         self._validation = {}
@@ -209,10 +222,12 @@ class DistillModule(LightningModule):
         if len(state["cuda_rng"]) == torch.cuda.device_count() > 0:
             torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda_rng"]])
 
-    def _log_step(self, sums: dict[str, float], count: float, norm: float, optimizer: torch.optim.Optimizer) -> None:
+    def _log_step(
+        self, sums: dict[str, float], count: float, norm: float | None, optimizer: torch.optim.Optimizer
+    ) -> None:
         values = {f"train/{name}": value / count for name, value in sums.items() if name != "alarm"}
         values |= {
-            "train/grad_norm": norm,
+            **({} if norm is None else {"train/grad_norm": norm}),
             "train/lr": optimizer.param_groups[0]["lr"],
             **{f"train/{name}": value for name, value in self.progress().items()},
         }

@@ -13,12 +13,10 @@ from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
 
 if TYPE_CHECKING:
-    import torch
-
     from drafters.training.callbacks import CallbackConfig
     from drafters.training.optim import OptimConfig
 
-__all__ = ["Plan", "check_trainer", "one_line", "place", "read_plan"]
+__all__ = ["Plan", "check_trainer", "one_line", "read_plan"]
 
 # Settings of Lightning's Trainer that are decided elsewhere: the value they keep, and where to turn.
 DECIDED = {
@@ -26,9 +24,7 @@ DECIDED = {
     "max_epochs": (-1, "optim.max_steps or optim.minutes is the length of a run"),
     "max_time": (None, "optim.minutes is the length of a run"),
     "accelerator": ("auto", "device= says where a run computes"),
-    "devices": (1, "several processes come with a later version, and device=cuda:N chooses one GPU"),
     "precision": ("32-true", "optim.precision says what products run in"),
-    "num_nodes": (1, "several processes come with a later version"),
 }
 
 
@@ -110,13 +106,6 @@ def check_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
         if settings.get(name) == 0:
             raise ConfigError(f"trainer.{name}: got 0; must be above 0")
     return {name: value for name, (value, _) in DECIDED.items()}
-
-
-def place(device: "torch.device") -> dict[str, Any]:
-    """What makes Lightning's Trainer compute where the target is."""
-    if device.type == "cuda":
-        return {"accelerator": "gpu", "devices": [device.index]}
-    return {"accelerator": device.type, "devices": 1}
 
 
 def one_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from drafters.heads.base import Drafter
 from drafters.training.saving import averaged_weights, validation_follows
+from drafters.training.strategies import whole_drafter
 
 if TYPE_CHECKING:
     from drafters.training.module import DistillModule
@@ -104,7 +105,8 @@ class AcceptanceProbe(Callback):
         self._is_due = False
         with module.clock.paused():
             with averaged_weights(trainer, module):
-                found = self._decode(module.drafter) if trainer.is_global_zero else {}
+                drafter = whole_drafter(trainer, module)
+                found = self._decode(drafter) if drafter is not None and trainer.is_global_zero else {}
             self.latest = trainer.strategy.broadcast(found)
             measured = {f"probe/{name}": value for name, value in self.latest.items()}
             row = measured | self._beside() | module.progress()

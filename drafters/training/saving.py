@@ -7,6 +7,7 @@
 
 import logging
 import math
+import shutil
 import signal
 import threading
 import time
@@ -20,8 +21,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
-from drafters.checkpoint import replace_path, save_drafter, write_error
+from drafters.checkpoint import WHOLE, replace_path, save_drafter, write_error
 from drafters.errors import ConfigError
+from drafters.files import save_tensors
+from drafters.training.strategies import whole_drafter
 
 if TYPE_CHECKING:
     from drafters.training.module import DistillModule
@@ -123,10 +126,17 @@ class LastCheckpoint(Checkpoint):
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 trainer.save_checkpoint(temp, weights_only=False)
-                if trainer.is_global_zero:
+                drafter = whole_drafter(trainer, module)
+                if drafter is not None and trainer.is_global_zero:
+                    if temp.is_dir():  # in parts, of which none is the drafter
+                        tensors = drafter.state_dict(prefix="drafter.")
+                        save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, temp / WHOLE)
                     replace_path(temp, self.path)
             except OSError as error:
-                temp.unlink(missing_ok=True)
+                if temp.is_dir():
+                    shutil.rmtree(temp, ignore_errors=True)
+                else:
+                    temp.unlink(missing_ok=True)
                 raise write_error(self.path, error) from error
             trainer.strategy.barrier()
         self._saved_at = time.monotonic()
@@ -232,6 +242,7 @@ class SaveDrafter(Callback):
             "probe" if self.monitor == PROBED else "validation": dict(metrics),
         }
         with module.clock.paused(), averaged_weights(trainer, module):
-            if trainer.is_global_zero:
-                save_drafter(module.drafter, self.folder, spec=module.target_head.spec, provenance=facts)
+            drafter = whole_drafter(trainer, module)
+            if drafter is not None and trainer.is_global_zero:
+                save_drafter(drafter, self.folder, spec=module.target_head.spec, provenance=facts)
             trainer.strategy.barrier()

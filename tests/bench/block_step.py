@@ -61,7 +61,7 @@ def make_batch(spec: TargetSpec, head: TargetHead) -> Batch:
         last_BTD=last_BTD,
         lse_BT=lse.view(NUM_ROWS, WIDTH),
         layer_ids=LAYER_IDS,
-        seed=0,
+        seeds=tuple(range(NUM_ROWS)),
     )
 
 

@@ -1,0 +1,246 @@
+# Lightning on several processes: who they are (`RanksEnvironment`), how weights are shared out over them, and how the
+# whole drafter comes back where it is saved or decodes. Strategies are Lightning's; `trainer=` chooses one.
+
+# mypy: disable-error-code="override"
+# Lightning's strategies name LightningModule; these serve DistillModule alone.
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drafters.config import locate
+from drafters.distributed import Ranks
+from drafters.errors import ConfigError
+from drafters.heads.base import Drafter
+from drafters.types import Losses
+
+if TYPE_CHECKING:
+    from drafters.training.module import DistillModule
+
+__all__ = [
+    "DATA_PARALLEL",
+    "RanksEnvironment",
+    "ShardedStrategy",
+    "ZeroStrategy",
+    "check_strategy",
+    "num_processes",
+    "placement",
+    "share_out",
+    "total_norm",
+    "whole_drafter",
+]
+
+# Some drafters leave a part out (a head whose loss has no weight), so the reduction has to ask which parts were used.
+AUTO, SRUN = "auto", "srun"  # values of trainer.devices beside numbers
+DATA_PARALLEL = "ddp_find_unused_parameters_true"
+
+
+class RanksEnvironment(ClusterEnvironment):
+    """Tells Lightning of processes that are connected already."""
+
+    def __init__(self, ranks: Ranks, *, per_node: int) -> None:
+        super().__init__()
+        self.ranks, self.per_node = ranks, per_node
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["MASTER_PORT"])
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.ranks.size
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self.ranks.rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self.ranks.local_rank
+
+    def node_rank(self) -> int:
+        return self.ranks.rank // self.per_node
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None: ...
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """FSDP2 over all ranks: each keeps a part of the weights, gradients and optimizer state, and the drafter is whole
+    while a loss is computed. A checkpoint is one file with everything, which any strategy goes on from."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, **options)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_processes * self.num_nodes
+        super().setup_environment()
+
+
+class _AsTheyAre(DeepSpeedPrecision):
+    """Batches as they come: Lightning would make float32 of the states, and cannot write into a frozen dataclass."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """DeepSpeed's ZeRO: stage 2 shares out gradients and optimizer state, stage 3 the weights too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(precision_plugin=_AsTheyAre("32-true"), **options)
+        # Small weights that stay whole come in another order after a resume than the one that stage 3 has learned.
+        zero = self.config.setdefault("zero_optimization", {})
+        zero.setdefault("stage3_param_persistence_threshold", 0)
+
+
+def check_strategy(settings: Mapping[str, Any], checkpoint: Path | None, *, averages: bool, size: int) -> None:
+    """Raises ConfigError for what a strategy cannot do: go on from the checkpoint of another kind, or of other ranks;
+    average weights that ranks share out; accumulate gradients that DeepSpeed owns."""
+    strategy = settings.get("strategy", AUTO)
+    target = str(strategy["_target_"]) if isinstance(strategy, Mapping) else ""
+    is_zero, is_sharded = is_deepspeed(strategy), target.endswith(ShardedStrategy.__name__)
+    if averages and (is_zero or is_sharded):
+        raise ConfigError(
+            "optim.ema_decay: weights that ranks share out are not averaged; accepted: null, or trainer=ddp"
+        )
+    if is_zero and settings.get("accumulate_grad_batches", 1) != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches: got {settings['accumulate_grad_batches']}; accepted with DeepSpeed: 1, "
+            "since batches of one step are weighted by their common count; raise data.batch_size instead"
+        )
+    if checkpoint is None:
+        return
+    if checkpoint.is_dir() != is_zero:
+        kind = "DeepSpeed" if checkpoint.is_dir() else "another strategy"
+        raise ConfigError(
+            f"trainer.strategy: {checkpoint} was written by {kind}; go on with that, or choose another name="
+        )
+    parts = len(list(checkpoint.glob("checkpoint/*_optim_states.pt"))) if is_zero else size
+    if parts != size:
+        raise ConfigError(f"trainer.devices: {checkpoint} is of {parts} processes, these are {size}; start {parts}")
+
+
+def is_deepspeed(strategy: Any) -> bool:
+    """Whether the setting of a strategy is one of DeepSpeed's. Raises ConfigError for a class that is not there."""
+    return isinstance(strategy, Mapping) and issubclass(locate(str(strategy["_target_"])), DeepSpeedStrategy)
+
+
+def share_out(module: "DistillModule", strategy: Strategy) -> None:
+    """Let ranks share the drafter's weights, where the strategy does so. They come and go all together: heads reach
+    into their parts, and the weights of a drafter are few beside its gradients and moments."""
+    if not isinstance(strategy, ShardedStrategy):
+        return
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.export import register_dataclass
+    from torch.utils._pytree import SUPPORTED_NODES
+
+    if Losses not in SUPPORTED_NODES:
+        register_dataclass(Losses)  # the tensors of a result are found by this
+    module.drafter.to(strategy.root_device)
+    fully_shard(module.drafter, mesh=strategy.device_mesh["data_parallel"], reshard_after_forward=False)
+    register_fsdp_forward_method(module.drafter, "loss")
+
+
+def whole_drafter(trainer: Trainer, module: "DistillModule") -> Drafter | None:
+    """The drafter with all of its weights, on the first rank at least; None elsewhere. Called on all ranks."""
+    drafter = module.drafter
+    if isinstance(trainer.strategy, ShardedStrategy):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        tensors = get_model_state_dict(drafter, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    elif isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.strategy.zero_stage_3:
+        from deepspeed import zero
+
+        with zero.GatheredParameters(list(drafter.parameters())):
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in drafter.state_dict().items()}
+    else:
+        return drafter
+    return _copy(module, tensors) if trainer.is_global_zero else None
+
+
+def total_norm(gradients: Collection[Tensor]) -> Tensor:
+    """Norm [] of all gradients together; of parts that ranks share, that of the whole. Called on all ranks."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _copy(module: "DistillModule", tensors: Mapping[str, Tensor]) -> Drafter:
+    drafter = type(module.drafter).from_tensors(module.drafter.config, module.target_head.spec, tensors)
+    drafter.load_state_dict(tensors)
+    return drafter.to(module.device).train(module.drafter.training)
+
+
+def num_processes(settings: Mapping[str, Any], ranks: Ranks) -> int:
+    """How many processes train: those that were started together, or, of one alone, what `trainer.devices` asks for on
+    this machine. Raises ConfigError for a number or a launcher that is not accepted."""
+    asked = settings.get("devices", 1)
+    is_number = isinstance(asked, int) and not isinstance(asked, bool) and asked >= 1
+    if not is_number and asked not in (AUTO, SRUN):
+        raise ConfigError(
+            f"trainer.devices: got {asked!r}; accepted: a number of processes on this machine, {AUTO} (one a GPU), or "
+            f"{SRUN} (those that srun starts)"
+        )
+    if asked == SRUN and "SLURM_PROCID" not in os.environ:
+        raise ConfigError(
+            "trainer.devices: got srun, but srun did not start this process; write `srun python train.py`"
+        )
+    if ranks.size > 1 or asked == SRUN:
+        return ranks.size
+    if settings.get("num_nodes", 1) != 1:
+        raise ConfigError(
+            f"trainer.num_nodes: got {settings['num_nodes']}, but one process was started; start them on all nodes "
+            "with torchrun or srun"
+        )
+    return max(1, torch.cuda.device_count()) if asked == AUTO else int(asked)
+
+
+def placement(settings: Mapping[str, Any], ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """What makes Lightning's Trainer compute where the target is, on all ranks. Raises ConfigError where the number of
+    processes is not the one that `settings` (of the trainer) ask for."""
+    local = ranks.gather([ranks.local_rank])
+    num_nodes = local.count(0)
+    per_node = ranks.size // max(1, num_nodes)
+    for name, asked, found in (
+        ("devices", settings.get("devices", 1), per_node),
+        ("num_nodes", settings.get("num_nodes", 1), num_nodes),
+    ):
+        if isinstance(asked, int) and asked not in (1, found):
+            raise ConfigError(f"trainer.{name}: got {asked}, but {found} were started; give one or leave it out")
+    accelerator = "gpu" if device.type == "cuda" else device.type
+    strategy = settings.get("strategy", AUTO)
+    # Of one process there is nothing to share out; of several, plain "ddp" waits for parts that nobody used.
+    shared = {} if is_deepspeed(strategy) else {"strategy": AUTO}
+    if ranks.size == 1:
+        devices: Any = [device.index] if device.type == "cuda" else 1
+        return {"accelerator": accelerator, "devices": devices, "num_nodes": 1, **shared}
+    if sorted(local) != sorted([*range(per_node)] * num_nodes):
+        raise ConfigError(f"processes: {local} are the places of all on their machines; start equally many on each")
+    return {
+        "accelerator": accelerator,
+        "devices": per_node,
+        "num_nodes": num_nodes,
+        "plugins": [RanksEnvironment(ranks, per_node=per_node)],
+        **({"strategy": DATA_PARALLEL} if strategy in (AUTO, "ddp") else {}),
+    }
