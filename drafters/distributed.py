@@ -192,7 +192,7 @@ def launch(count: int, script: str, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # what torchrun says of a process that has said it
     options = ["--standalone", f"--nproc-per-node={count}", f"--shutdown-timeout={SAVING}"]
     try:
         run.main([*options, script, *arguments])

@@ -90,9 +90,9 @@ class Batch:
     """Right-padded conversations with their target states; offline and online training produce the same.
 
     `lse_BT[b, t]` is the target's log-sum-exp over the full vocabulary of the logits made from `last_BTD[b, t]`
-    (the prediction of token t+1), in float32, defined where `loss_mask_BT[b, t+1]`. `seeds`, one a conversation, are the
-    only source of randomness a loss may use (anchors, noise): a conversation's part of the sums is the same in every
-    batch, so that neither resuming nor the number of processes changes anything. `progress` is the share of the
+    (the prediction of token t+1), in float32, defined where `loss_mask_BT[b, t+1]`. `seeds`, one a conversation, are
+    the only source of randomness a loss may use (anchors, noise): a conversation's part of the sums is the same in
+    every batch, so that neither resuming nor the number of processes changes anything. `progress` is the share of the
     training that is done, for weights that follow a schedule; 1 in validation.
     """
 

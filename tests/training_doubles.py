@@ -67,7 +67,7 @@ class ToyHead:
 
 
 class ToyDrafter(Drafter):
-    """Predicts the next token from one aux layer. Draws noise from a batch's seed alone, as real losses draw anchors."""
+    """Predicts the next token from one aux layer. Draws noise from a seed alone, as real losses draw anchors."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -111,6 +111,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(precision_plugin=_AsTheyAre("32-true"), **options)
         # Small weights that stay whole come in another order after a resume than the one that stage 3 has learned.
+        assert self.config is not None
         zero = self.config.setdefault("zero_optimization", {})
         zero.setdefault("stage3_param_persistence_threshold", 0)
 
@@ -169,7 +170,9 @@ def whole_drafter(trainer: Trainer, module: "DistillModule") -> Drafter | None:
     if isinstance(trainer.strategy, ShardedStrategy):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        tensors = get_model_state_dict(drafter, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        tensors: Mapping[str, Any] = get_model_state_dict(
+            drafter, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
     elif isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.strategy.zero_stage_3:
         from deepspeed import zero
 
