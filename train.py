@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from drafters.training.plan import Plan
 
 
-def train(cfg: DictConfig, ranks: "Ranks") -> None:
+def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     """Capture (or reuse) the target's states, train (or resume), measure, and write `outputs/<name>/`. All `ranks` do
     so together."""
     from data.capture import capture_states, encode_splits
@@ -32,6 +32,7 @@ def train(cfg: DictConfig, ranks: "Ranks") -> None:
     from drafters.config import to_plain
     from drafters.decoding.measure import check_settings
     from drafters.decoding.probe import acceptance_probe
+    from drafters.distributed import Ranks
     from drafters.door import load_target, say
     from drafters.heads.start import Start, check_block_size
     from drafters.runs import claim
@@ -40,7 +41,8 @@ def train(cfg: DictConfig, ranks: "Ranks") -> None:
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
 
-    plan, settings = read_plan(cfg), {**to_plain(cfg), "cwd": os.getcwd()}
+    ranks = ranks or Ranks()
+    plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
     with claim(cfg.run_dir, settings, resume=plan.resume, ranks=ranks) as run:
         # A finished run whose drafter was lost writes it again from its checkpoint.
@@ -96,15 +98,17 @@ def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
     return True
 
 
-def read_plan(cfg: DictConfig) -> "Plan":
+def read_plan(cfg: DictConfig, ranks: "Ranks") -> "Plan":
     """Raises ConfigError for the first setting that is unknown or wrong."""
     from data.sources import DataConfig
     from drafters.config import to_plain
     from drafters.training import plan
+    from drafters.training.strategies import num_processes
 
     alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
     is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
     build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
+    num_processes(to_plain(cfg.trainer), ranks)
     return plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
 
 

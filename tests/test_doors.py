@@ -23,7 +23,8 @@ from drafters.decoding.report import CONTRACT_KEYS
 from drafters.door import door
 from drafters.errors import CheckpointError, ConfigError
 from drafters.training.loggers import log_evaluation
-from drafters.training.plan import place
+from drafters.distributed import Ranks
+from drafters.training.strategies import placement
 from tests.door_world import ROOT, STEPS, contents, same_weights, settings, train_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,8 +51,9 @@ def test_a_run_leaves_a_drafter_and_a_report(first):
 
 
 def test_the_trainer_computes_where_the_target_is():
-    assert place(torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1]}
-    assert place(torch.device("cpu")) == {"accelerator": "cpu", "devices": 1}
+    one = {"num_nodes": 1, "strategy": "auto"}
+    assert placement({}, Ranks(), torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1], **one}
+    assert placement({}, Ranks(), torch.device("cpu")) == {"accelerator": "cpu", "devices": 1, **one}
 
 
 def test_a_finished_run_is_left_alone(world, first, capsys):

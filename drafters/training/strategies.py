@@ -39,8 +39,8 @@ __all__ = [
     "whole_drafter",
 ]
 
-# Some drafters leave a part out (a head whose loss has no weight), so the reduction has to ask which parts were used.
 AUTO, SRUN = "auto", "srun"  # values of trainer.devices beside numbers
+# Some drafters leave a part out (a head whose loss has no weight), so the reduction has to ask which parts were used.
 DATA_PARALLEL = "ddp_find_unused_parameters_true"
 
 
