@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from data.regenerate import RegenerateConfig
+from data.engines.answers import RegenerateConfig
 from data.sources import DataConfig
 from drafters.cache_writer import CaptureConfig
 from drafters.config import build_config, locate, to_plain, typed
