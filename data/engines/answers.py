@@ -1,5 +1,5 @@
-# What the engines of `python -m data.regenerate` share: how answers are drawn, who may write a file, the unfinished file
-# `OUT.part` that survives a kill at any moment, the messages said so far, and the finished file.
+# What the engines of `python -m data.regenerate` share: how answers are drawn, who may write a file, the unfinished
+# file `OUT.part` that survives a kill at any moment, the messages said so far, and the finished file.
 
 import fcntl
 import gzip
