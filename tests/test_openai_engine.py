@@ -1,0 +1,447 @@
+# Answers of a server: whatever goes wrong with it, in whatever order answers come, the same command ends with the same
+# bytes, asks for nothing twice that it has, and lets no failure become a training row.
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data.engines.openai_engine import request_seed
+from data.regenerate import run
+from data.sources import SourceConfig, load_conversations
+from drafters.errors import ConfigError, DataError
+from tests.door_world import settings, write_rows
+from tests.openai_doubles import Fault, answer_to, serving
+
+ROOT = Path(__file__).parent.parent
+ROWS = [
+    {"id": "a", "turns": ["Sky?"], "split": "train"},
+    {"id": "b", "turns": ["Grass?", "And sea?", "Why?"], "system": "Be kind."},
+    {"id": "c", "turns": ["Sky?"]},
+    {"id": "d", "turns": ["Once?", "And then?"]},
+    {"id": "e", "turns": ["Tool?"]},
+]
+NUM_TURNS = 8
+REFUSED = Fault(status=400)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    import openai._base_client
+
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+
+
+@pytest.fixture
+def stub():
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture
+def door(stub, tmp_path):
+    """The door with the stub as its engine; gives the bytes that it wrote."""
+    write_rows(tmp_path / "p.jsonl", ROWS)
+
+    def answer(*more, name="out.jsonl"):
+        own = ["engine=openai", f"engine.base_url={stub.url}", "engine.timeout=30", "max_new_tokens=9", "seed=3"]
+        run(settings("regenerate", *own, f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/{name}", *more))
+        return (tmp_path / name).read_bytes()
+
+    return answer
+
+
+def rows_of(content):
+    return [json.loads(line) for line in content.decode().splitlines()]
+
+
+def test_every_turn_is_answered_with_the_model_s_own_answers_before_it(door, stub):
+    made = rows_of(door("+template_kwargs.enable_thinking=false", "engine.extra_body.min_p=null", "top_p=0.9"))
+    assert [row["id"] for row in made] == ["a", "b", "c", "d", "e"]
+    assert made[0]["split"] == "train"
+    for i, (row, given) in enumerate(zip(made, ROWS, strict=True)):
+        said = [{"role": "system", "content": given["system"]}] if "system" in given else []
+        for turn, question in enumerate(given["turns"]):
+            said.append({"role": "user", "content": question})
+            body = {
+                "model": "smollm2",
+                "messages": said,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "max_tokens": 9,
+                "top_k": -1,
+                "repetition_penalty": 1.0,
+                "chat_template_kwargs": {"enable_thinking": False},
+                "seed": request_seed(3, i, turn),
+            }
+            assert body in stub.asked
+            assert row["messages"][2 * turn] == said[-1]
+            answer = {"role": "assistant", "content": answer_to(body)}
+            assert row["messages"][2 * turn + 1] == {**answer, "finish_reason": "stop"}
+            said = [*said, answer]
+    assert len(stub.asked) == NUM_TURNS
+    # The same question asked twice is drawn twice.
+    assert made[0]["messages"][1] != made[2]["messages"][1]
+
+
+def test_seeds_are_numbers_that_any_server_takes():
+    seeds = {request_seed(seed, row, turn) for seed in range(3) for row in range(30) for turn in range(3)}
+    assert len(seeds) == 270
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_neither_order_nor_concurrency_changes_anything(door, stub):
+    whole = door("engine.concurrency=1")
+    one_by_one = stub.questions()
+    stub.asked.clear()
+    for pause, question in zip((0.4, 0.2, 0.1), ("Sky?", "Grass?", "Once?"), strict=True):
+        stub.faults[question] = [Fault(pause=pause)]
+    assert door("engine.concurrency=8", name="again.jsonl") == whole
+    assert stub.questions() != one_by_one
+    assert sorted(stub.questions()) == sorted(one_by_one)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(status=500), Fault(status=502)],
+        [Fault(status=429, headers={"Retry-After": "0.05"})],
+        [Fault(body=b'{"choices": [{"mess')],
+        [Fault(missing_bytes=20)],
+        [Fault(is_closed=True), Fault(is_closed=True)],
+        [Fault(body=b'{"choices": []}')],
+        [Fault(body=b'{"error": {"message": "overloaded"}}')],
+        [Fault(body=b"<html>gateway</html>", headers={"Content-Type": "text/html"})],
+        [Fault(body=b'{"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}')],
+        [Fault(status=503), Fault(is_closed=True), Fault(body=b"[]"), Fault(status=500)],
+    ],
+    ids=["5xx", "429", "torn-json", "torn-body", "closed", "no-choices", "error-as-200", "html", "type", "mixed"],
+)
+def test_what_passes_is_asked_again(door, stub, faults):
+    whole = door()
+    stub.asked.clear()
+    stub.faults["And sea?"] = list(faults)
+    assert door(name="again.jsonl") == whole
+    assert stub.questions().count("And sea?") == 1 + len(faults)
+    assert len(stub.asked) == NUM_TURNS + len(faults)
+
+
+def test_a_time_out_is_asked_again(door, stub):
+    whole = door()
+    stub.faults["Tool?"] = [Fault(pause=2.0)]
+    assert door("engine.timeout=0.5", name="again.jsonl") == whole
+    assert stub.questions().count("Tool?") == 3
+
+
+def test_retry_after_is_kept(door, stub):
+    times = []
+    stub.faults["Tool?"] = [Fault(status=429, headers={"Retry-After": "0.6"})]
+    stub_next, tool = stub.next_fault, "Tool?"
+
+    def noted(body):
+        times.append(time.monotonic()) if body["messages"][-1]["content"] == tool else None
+        return stub_next(body)
+
+    stub.next_fault = noted
+    door()
+    assert times[1] - times[0] >= 0.6
+
+
+def test_a_server_that_does_not_count_tokens(door, stub):
+    whole = door()
+    stub.always = {question: Fault(has_usage=False) for question in ("Sky?", "Grass?", "Tool?")}
+    assert door(name="again.jsonl") == whole
+
+
+def test_finish_reasons_are_kept(door, stub):
+    stub.always = {"Tool?": Fault(finish_reason="length"), "Once?": Fault(finish_reason="eos_token")}
+    made = {row["id"]: [m["finish_reason"] for m in row["messages"][-1::-2]] for row in rows_of(door())}
+    assert made == {"a": ["stop"], "b": ["stop"] * 3, "c": ["stop"], "d": ["stop"] * 2, "e": ["length"]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault(finish_reason="content_filter"), "finish_reason 'content_filter'"),
+        (Fault(finish_reason="tool_calls", message={"content": None, "tool_calls": []}), "finish_reason 'tool_calls'"),
+        (Fault(finish_reason=None), "finish_reason None"),
+        (Fault(message={"content": None}), "empty answer"),
+        (Fault(message={"content": " \n"}), "empty answer"),
+        (Fault(message={"content": "", "reasoning_content": "Hm."}), "empty answer"),
+        (REFUSED, r"HTTP 400 \(such as 'b': HTTP 400: .*the stub says 400"),
+        (Fault(status=422), "HTTP 422"),
+    ],
+)
+def test_what_is_no_answer_becomes_no_row(door, stub, fault, reason):
+    stub.always["And sea?"] = fault
+    with pytest.warns(UserWarning, match=rf"left out 1 of 5 prompts: 1 by {reason}"):
+        made = rows_of(door("engine.max_failed=0.2"))
+    assert [row["id"] for row in made] == ["a", "c", "d", "e"]
+    # It does not pass, so it is asked once, and its later turn never.
+    assert stub.questions().count("And sea?") == 1
+    assert "Why?" not in stub.questions()
+
+
+def test_what_may_pass_is_asked_once_more_at_the_end(door, stub):
+    whole = door()
+    stub.asked.clear()
+    stub.faults["Sky?"] = [Fault(status=500)] * 4
+    assert door("engine.retries=1", "engine.concurrency=1", "engine.max_failed=0.4", name="again.jsonl") == whole
+    assert stub.questions()[:2] == ["Sky?"] * 2
+    assert stub.questions()[-2:] == ["Sky?"] * 2
+
+
+def test_too_many_failures_stop_it_and_lose_nothing(door, stub, tmp_path):
+    whole = door()
+    stub.asked.clear()
+    stub.always = {"And sea?": Fault(status=500), "Tool?": REFUSED}
+    few = ("engine.retries=1", "engine.concurrency=1")
+    with pytest.raises(DataError, match=r"^engine\.max_failed: 2 of 5 .* 0\.3: 1 by HTTP 500 .*; 1 by HTTP 400 "):
+        door(*few, "engine.max_failed=0.3", name="again.jsonl")
+    assert not (tmp_path / "again.jsonl").exists()
+    assert len((tmp_path / "again.jsonl.part").read_bytes().splitlines()) == 1 + 5
+    stub.always.clear()
+    stub.asked.clear()
+    assert door(name="again.jsonl") == whole
+    assert sorted(stub.questions()) == ["And sea?", "Tool?", "Why?"]
+    assert not (tmp_path / "again.jsonl.part").exists()
+
+
+def test_a_file_of_nothing_is_not_written(door, stub, tmp_path):
+    for row in ROWS:
+        stub.always[row["turns"][0]] = REFUSED
+    with pytest.raises(DataError, match=r"^engine: not one prompt was answered: 5 by HTTP 400"):
+        door("engine.max_failed=1")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_stops_it_at_once_and_is_not_shown(door, stub, monkeypatch, status):
+    monkeypatch.setenv("SERVER_KEY", "sk-secret")
+    echo = Fault(status=status, body=b'{"error": {"message": "wrong key: sk-secret"}}')
+    stub.list_faults = [echo]
+    with pytest.raises(ConfigError, match=r"^engine\.api_key_env: http.* refuses the key of .*: HTTP 40[13]$") as seen:
+        door("engine.api_key_env=SERVER_KEY")
+    assert "secret" not in str(seen.value)
+    stub.faults["Sky?"] = [echo]
+    with pytest.raises(ConfigError, match=r"^engine\.api_key_env: http.* refuses a request without a key"):
+        door("engine.concurrency=1")
+    assert len(stub.asked) == 1
+
+
+def test_a_key_is_sent_and_not_kept(door, stub, monkeypatch, tmp_path):
+    monkeypatch.setenv("SERVER_KEY", " sk-secret\n")
+    stub.always["Tool?"] = Fault(status=400, body=b'{"error": {"message": "no sk-secret here"}}')
+    with pytest.raises(DataError, match=r"no \*\*\* here"):
+        door("engine.api_key_env=SERVER_KEY")
+    assert stub.keys == {"Bearer sk-secret"}
+    assert b"secret" not in (tmp_path / "out.jsonl.part").read_bytes()
+    stub.always.clear()
+    # Another key goes on.
+    assert b"secret" not in door("engine.api_key_env=null")
+    assert len(stub.asked) == NUM_TURNS + 1
+
+
+def test_a_server_that_is_absent(door, stub):
+    stub.url = "http://127.0.0.1:9/v1"
+    with pytest.raises(ConfigError, match=r"^engine\.base_url: no answer from http://127\.0\.0\.1:9/v1 \(.+\); start"):
+        door()
+
+
+def test_a_server_that_goes_away_and_comes_back(tmp_path, door, stub):
+    whole = door()
+    write_rows(tmp_path / "p.jsonl", ROWS)
+    own = ["engine=openai", "engine.retries=1", "engine.concurrency=1", "max_new_tokens=9", "seed=3"]
+    own += [f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/again.jsonl"]
+    with serving() as other:
+        # From the third request on nothing answers, the list of models included.
+        other.faults["And sea?"] = [Fault(is_closed=True)] * 2
+        other.list_faults = [Fault(), Fault(is_closed=True)]
+        with pytest.raises(
+            ConfigError, match=r"^engine\.base_url: .* does not answer any more .*same command goes on$"
+        ):
+            run(settings("regenerate", *own, f"engine.base_url={other.url}"))
+    # It may have moved meanwhile.
+    stub.asked.clear()
+    assert door(name="again.jsonl") == whole
+    assert len(stub.asked) == NUM_TURNS - 2
+
+
+def test_the_model_is_the_only_one_or_named(door, stub):
+    stub.models = [{"id": "smollm2"}, {"id": "other"}]
+    with pytest.raises(ConfigError, match=r"^engine\.model: null, but .* has 2 models; choose: other, smollm2$"):
+        door()
+    with pytest.raises(ConfigError, match=r"^engine\.model: .* has no 'third'; it has: other, smollm2$"):
+        door("engine.model=third")
+    with pytest.warns(UserWarning, match="answered_by is not recorded"):
+        door("engine.model=other")
+    assert {body["model"] for body in stub.asked} == {"other"}
+    stub.models = []
+    with pytest.raises(ConfigError, match=r"has 0 models; choose: none$"):
+        door(name="more.jsonl")
+    # Some servers keep no list.
+    stub.models = None
+    with pytest.raises(ConfigError, match=r"^engine\.base_url: .* has no list of models"):
+        door(name="more.jsonl")
+    door("engine.model=smollm2", name="more.jsonl")
+    stub.faults["Sky?"] = [Fault(status=404)]
+    with pytest.raises(ConfigError, match=r"^engine\.base_url: .* says HTTP 404: .*the stub says 404.*engine\.model$"):
+        door("engine.model=smollm2", name="third.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault(body=b"<html></html>", headers={"Content-Type": "text/html"}), "does not answer as OpenAI's API does"),
+        (Fault(body=b'{"data": [3]}'), "does not answer as OpenAI's API does"),
+        (Fault(status=418), "says HTTP 418"),
+    ],
+)
+def test_what_is_no_such_server_is_named(door, stub, fault, message):
+    stub.list_faults = [fault]
+    with pytest.raises(ConfigError, match=rf"^engine\.base_url: .* {message}"):
+        door()
+
+
+def test_a_server_that_still_loads_is_waited_for(door, stub):
+    stub.list_faults = [Fault(status=503, headers={"Retry-After": "0.05"})] * 2
+    door()
+    assert stub.num_lists == 3
+
+
+def test_another_job_is_refused_and_the_same_one_elsewhere_is_not(door, stub, tmp_path):
+    whole = door()
+    stub.always["Tool?"] = REFUSED
+    with pytest.raises(DataError, match=r"^engine\.max_failed: 1 of 5"):
+        door("engine.concurrency=1", name="again.jsonl")
+    part = (tmp_path / "again.jsonl.part").read_bytes()
+    assert part.count(b"\n") == NUM_TURNS
+    stub.models += [{"id": "other"}]
+    named = "engine.model=smollm2"
+    changes = ["seed=4", "temperature=0.5", "top_p=0.5", "max_new_tokens=8", "limit=4", "+template_kwargs.a=1"]
+    changes += ["engine.extra_body.top_k=5", "target.sha256=" + "0" * 64, "engine.is_target=true"]
+    for change in changes:
+        with pytest.raises(DataError, match="was begun with other prompts, settings or another target"):
+            door(named, change, name="again.jsonl")
+    assert (tmp_path / "again.jsonl.part").read_bytes() == part
+    stub.asked.clear()
+    stub.always.clear()
+    with (tmp_path / "again.jsonl.part").open("ab") as stream:
+        stream.write(b'{"row": 4, "tu')
+    same = ("engine.concurrency=2", "engine.retries=0", "engine.timeout=5", "engine.max_failed=0.5")
+    assert door(named, *same, name="again.jsonl") == whole
+    assert stub.questions() == ["Tool?"]
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_process_goes_on(stub, tmp_path, way):
+    rows = [{**row, "id": f"{row['id']}{k}"} for k in range(6) for row in ROWS]
+    write_rows(tmp_path / "p.jsonl", rows)
+    own = ["engine=openai", f"engine.base_url={stub.url}", f"prompts={tmp_path}/p.jsonl", "engine.concurrency=3"]
+    command = [sys.executable, "-m", "data.regenerate", *own, f"out={tmp_path}/out.jsonl"]
+    part, stub.pause = tmp_path / "out.jsonl.part", 0.1
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and (not part.exists() or part.read_bytes().count(b"\n") < 7):
+        time.sleep(0.01)
+    process.send_signal(way)
+    said = process.communicate()[1]
+    done = part.read_bytes().splitlines()[1:]
+    assert 6 <= len(done) < 6 * NUM_TURNS
+    assert not (tmp_path / "out.jsonl").exists()
+    if way == signal.SIGINT:
+        assert process.returncode == 130
+        assert said.strip().endswith("interrupted: finished work is kept; the same command goes on from there")
+        assert "Traceback" not in said
+    stub.pause = 0.0
+    stub.asked.clear()
+    run(settings("regenerate", *own, f"out={tmp_path}/out.jsonl"))
+    assert len(stub.asked) == 6 * NUM_TURNS - len(done)
+    run(settings("regenerate", *own, f"out={tmp_path}/whole.jsonl"))
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_reasoning_apart_is_put_before_the_answer(door, stub):
+    parts = {"reasoning_content": "\nIt is blue.\n", "content": "\n\nBlue."}
+    stub.always["Tool?"] = Fault(message=parts)
+    stub.always["Once?"] = Fault(message={"reasoning": "Long, long", "content": None}, finish_reason="length")
+    with pytest.warns(UserWarning, match="reasoning apart from answers; it is put before them in <think> tags") as seen:
+        made = {row["id"]: [m["content"] for m in row["messages"]] for row in rows_of(door())}
+    assert len(seen) == 1
+    assert made["e"][1] == "<think>\nIt is blue.\n</think>\n\nBlue."
+    assert made["d"][1] == "<think>\nLong, long"
+
+
+def test_who_answered_is_recorded_as_far_as_it_is_known(door, stub, tmp_path):
+    expected = settings("regenerate").target.sha256
+    unnamed = r"answered_by is not recorded: the server calls its model 'x', which .*; say engine\.is_target=true"
+    cases = [
+        ("smollm2", None, [], expected, None),
+        ("x", "/models/SmolLM2-135M-Instruct.Q4_1.gguf", [], expected, None),
+        ("x", None, [], None, unnamed),
+        ("x", None, ["engine.is_target=true"], expected, None),
+        ("smollm2", None, ["engine.is_target=false"], None, None),
+        (
+            "org/name",
+            None,
+            ["target=qwen3_8b", "target.weights=org/name"],
+            None,
+            "org/name are not all on this machine",
+        ),
+    ]
+    for number, (name, root, more, author, warning) in enumerate(cases):
+        stub.models = [{"id": name, **({"root": root} if root else {})}]
+        out = f"{number}.jsonl"
+        if warning is None:
+            made = rows_of(door(*more, name=out))
+        else:
+            with pytest.warns(UserWarning, match=warning):
+                made = rows_of(door(*more, name=out))
+        assert {row["answered_by"] for row in made} == {author}, number
+        assert {c.answered_by for c in load_conversations(SourceConfig(path=str(tmp_path / out)))} == {author}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.base_url=localhost:8000/v1", r"^engine: base_url: got 'localhost:8000/v1'; accepted: an address such"),
+        ("engine.base_url=http://a:99999/v1", r"^engine: base_url: got"),
+        ("engine.base_url=http://me:word@a/v1", r"^engine: base_url: it holds a name or password, which (?!.*word@)"),
+        ("engine.base_url=http://a/v1/chat/completions", r"^engine: base_url: .*end it before the name of a call"),
+        ("engine.concurrency=0", r"^engine: concurrency: got 0; accepted: 1 to 1000"),
+        ("engine.timeout=0", r"^engine: timeout: got 0"),
+        ("engine.retries=-1", r"^engine: retries: got -1"),
+        ("engine.max_failed=2", r"^engine: max_failed: got 2"),
+        ("+engine.extra_body.seed=2", r"^engine: extra_body\.seed: not accepted here"),
+        ("+engine.speed=2", r"^engine\.speed: unknown setting; accepted: base_url"),
+        ("engine.timeout=abc", r"^engine\.timeout: got 'abc'"),
+        ("temperature=-1", r"^temperature: got -1"),
+        ("top_p=0", r"^top_p: got 0"),
+        ("engine.api_key_env=NO_SUCH_KEY", r"^engine\.api_key_env: the environment has no value for 'NO_SUCH_KEY'"),
+    ],
+)
+def test_wrong_settings_are_named(door, override, message):
+    with pytest.raises(ConfigError, match=message):
+        door(override)
+
+
+def test_a_key_with_strange_signs_is_named_and_not_shown(door, monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "sk-\u00e9")
+    with pytest.raises(ConfigError, match=r"the value of 'SERVER_KEY' has signs that no key has; set it anew$"):
+        door("engine.api_key_env=SERVER_KEY")
+
+
+def test_ignored_settings_are_said_to_be(door):
+    with pytest.warns(UserWarning, match=r"batch_size: 4 is ignored with engine=openai; set engine\.concurrency"):
+        door("batch_size=4")
+    with pytest.warns(UserWarning, match="device: cpu is ignored with engine=openai"):
+        door("device=cpu", name="more.jsonl")
+
+
+def test_an_absent_client_is_named(door, monkeypatch):
+    monkeypatch.setattr("data.engines.openai_engine.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"package openai is not installed; pip install 'drafters\[openai\]'"):
+        door()
