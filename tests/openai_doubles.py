@@ -6,13 +6,25 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+from data.regenerate import run
+from tests.door_world import settings, write_rows
+
 MODEL = "smollm2"
+ROWS = [
+    {"id": "a", "turns": ["Sky?"], "split": "train"},
+    {"id": "b", "turns": ["Grass?", "And sea?", "Why?"], "system": "Be kind."},
+    {"id": "c", "turns": ["Sky?"]},
+    {"id": "d", "turns": ["Once?", "And then?"]},
+    {"id": "e", "turns": ["Tool?"]},
+]
+NUM_TURNS = 8
 
 
 @dataclass
@@ -126,3 +138,19 @@ def serving(port: int = 0) -> Iterator[Stub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def make_door(stub: Stub, folder: Path) -> Callable[..., bytes]:
+    """The door with the stub as its engine and ROWS as prompts; gives the bytes that it wrote."""
+    write_rows(folder / "p.jsonl", ROWS)
+
+    def answer(*more: str, name: str = "out.jsonl") -> bytes:
+        own = ["engine=openai", f"engine.base_url={stub.url}", "engine.timeout=30", "max_new_tokens=9", "seed=3"]
+        run(settings("regenerate", *own, f"prompts={folder}/p.jsonl", f"out={folder}/{name}", *more))
+        return (folder / name).read_bytes()
+
+    return answer
+
+
+def rows_of(content: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in content.decode().splitlines()]
