@@ -1,11 +1,17 @@
-# What a server is asked to be: its address, its model and its key; whose answers they are; settings that are wrong.
+# What a server is asked to be: its address, its model and its key; whose answers they are; settings that are wrong; and
+# what docs/regenerate.md says of all that.
+
+import re
+import shlex
 
 import openai._base_client
 import pytest
 
+from data.engines.openai_engine import OpenAIEngine
 from data.sources import SourceConfig, load_conversations
+from drafters.config import to_plain
 from drafters.errors import ConfigError, DataError
-from tests.door_world import settings
+from tests.door_world import ROOT, settings
 from tests.openai_doubles import NUM_TURNS, Fault, make_door, rows_of, serving
 
 
@@ -166,3 +172,17 @@ def test_an_absent_client_is_named(door, monkeypatch):
     monkeypatch.setattr("data.engines.openai_engine.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"package openai is not installed; pip install 'drafters\[openai\]'"):
         door()
+
+
+def test_the_page_says_what_is():
+    page = (ROOT / "docs" / "regenerate.md").read_text()
+    commands = re.findall(r"^python -m data\.regenerate (.*)$", page, flags=re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        assert settings("regenerate", *shlex.split(command, comments=True)).out
+    own = to_plain(settings("regenerate", "engine=openai")["engine"])
+    rows = dict(re.findall(r"^\| `engine\.(\w+)` \| (.*?) \|", page, flags=re.MULTILINE))
+    assert set(rows) == set(OpenAIEngine.__dataclass_fields__)
+    for name, said in rows.items():
+        if name != "extra_body":
+            assert said.strip("`") == {None: "null"}.get(own[name], str(own[name])), name
