@@ -90,9 +90,24 @@ def test_neither_order_nor_concurrency_changes_anything(door, stub):
         [Fault(body=b'{"error": {"message": "overloaded"}}')],
         [Fault(body=b"<html>gateway</html>", headers={"Content-Type": "text/html"})],
         [Fault(body=b'{"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}')],
+        [Fault(body=b'{"choices": [{"message": {"content": "\\ud800"}, "finish_reason": "stop"}]}')],
+        [Fault(status=202, body=b"")],
         [Fault(status=503), Fault(is_closed=True), Fault(body=b"[]"), Fault(status=500)],
     ],
-    ids=["5xx", "429", "torn-json", "torn-body", "closed", "no-choices", "error-as-200", "html", "type", "mixed"],
+    ids=[
+        "5xx",
+        "429",
+        "torn-json",
+        "torn-body",
+        "closed",
+        "no-choices",
+        "error-as-200",
+        "html",
+        "type",
+        "surrogate",
+        "202",
+        "mixed",
+    ],
 )
 def test_what_passes_is_asked_again(door, stub, faults):
     whole = door()

@@ -170,7 +170,7 @@ def test_ignored_settings_are_said_to_be(door):
 
 def test_an_absent_client_is_named(door, monkeypatch):
     monkeypatch.setattr("data.engines.openai_engine.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"package openai is not installed; pip install 'drafters\[openai\]'"):
+    with pytest.raises(ConfigError, match=r"package openai is not installed; pip install -e '\.\[openai\]'"):
         door()
 
 

@@ -66,7 +66,7 @@ class OpenAIEngine:
         has not the model; DataError when too many prompts fail; what is finished stays in the unfinished file."""
         for name in ("openai", "httpx2"):
             if importlib.util.find_spec(name) is None:
-                raise ConfigError(f"engine=openai: package {name} is not installed; pip install 'drafters[openai]'")
+                raise ConfigError(f"engine=openai: package {name} is not installed; pip install -e '.[openai]'")
         _warn_of_ignored(config, device)
         asyncio.run(self._run(rows, out, config, target, _key_of(self.api_key_env)))
 

@@ -97,7 +97,7 @@ class ChatServer:
         """The answer to `messages`; `fields` go into the request. Raises RowFailed, and ConfigError when the server
         refuses us or is gone."""
         create = self._client.chat.completions.with_raw_response.create
-        raw = await self._translated(create(messages=messages, **fields))  # type: ignore[arg-type]
+        raw = await self._translated(create(messages=messages, **fields))
         return _reply_of(raw.http_response.json())
 
     async def _models(self) -> list[Served]:
@@ -192,7 +192,7 @@ async def _check_reply(response: "httpx2.Response") -> None:
     """Takes a reply that is no chat completion for a broken connection, which the client then retries."""
     import httpx2
 
-    if response.status_code != 200 or not response.request.url.path.endswith("/chat/completions"):
+    if not response.is_success or not response.request.url.path.endswith("/chat/completions"):
         return
     await response.aread()
     try:
@@ -207,9 +207,11 @@ def _choice_of(reply: Any) -> dict[str, Any]:
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
         raise ValueError(f"no choices with a message in {str(reply)[:120]}")
-    texts = [choice.get("finish_reason"), *(choice["message"].get(name) for name in ("content", "reasoning"))]
-    if not all(isinstance(text, str | None) for text in (*texts, choice["message"].get("reasoning_content"))):
-        raise ValueError("its content or finish_reason is no text")
+    texts = [choice["message"].get(name) for name in ("content", "reasoning", "reasoning_content")]
+    for text in (*texts, choice.get("finish_reason")):
+        if not isinstance(text, str | None):
+            raise ValueError("its content or finish_reason is no text")
+        (text or "").encode()  # ValueError for half a surrogate pair, which no file can hold
     return choice
 
 
