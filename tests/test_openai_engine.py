@@ -120,9 +120,9 @@ def test_what_passes_is_asked_again(door, stub, faults):
 
 def test_a_time_out_is_asked_again(door, stub):
     whole = door()
-    stub.faults["Tool?"] = [Fault(pause=2.0)]
-    assert door("engine.timeout=0.5", name="again.jsonl") == whole
-    assert stub.questions().count("Tool?") == 3
+    stub.faults["Tool?"] = [Fault(pause=3.0)]
+    assert door("engine.timeout=1", name="again.jsonl") == whole
+    assert stub.questions().count("Tool?") >= 3
 
 
 def test_retry_after_is_kept(door, stub):
@@ -270,6 +270,7 @@ def test_a_stopped_process_goes_on(stub, tmp_path, way):
         assert said.strip().endswith("interrupted: finished work is kept; the same command goes on from there")
         assert "Traceback" not in said
     stub.pause = 0.0
+    time.sleep(0.3)  # what was in flight arrives
     stub.asked.clear()
     run(settings("regenerate", *own, f"out={tmp_path}/out.jsonl"))
     assert len(stub.asked) == 6 * NUM_TURNS - len(done)

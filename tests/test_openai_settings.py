@@ -45,7 +45,7 @@ def test_a_key_is_sent_and_not_kept(door, stub, monkeypatch, tmp_path):
     monkeypatch.setenv("SERVER_KEY", " sk-secret\n")
     stub.always["Tool?"] = Fault(status=400, body=b'{"error": {"message": "no sk-secret here"}}')
     with pytest.raises(DataError, match=r"no \*\*\* here"):
-        door("engine.api_key_env=SERVER_KEY")
+        door("engine.api_key_env=SERVER_KEY", "engine.concurrency=1")
     assert stub.keys == {"Bearer sk-secret"}
     assert b"secret" not in (tmp_path / "out.jsonl.part").read_bytes()
     stub.always.clear()
