@@ -236,7 +236,7 @@ def test_another_job_is_refused_and_the_same_one_elsewhere_is_not(door, stub, tm
     stub.models += [{"id": "other"}]
     named = "engine.model=smollm2"
     changes = ["seed=4", "temperature=0.5", "top_p=0.5", "max_new_tokens=8", "limit=4", "+template_kwargs.a=1"]
-    changes += ["engine.extra_body.top_k=5", "target.sha256=" + "0" * 64, "engine.is_target=true"]
+    changes += ["engine.extra_body.top_k=5", "target.sha256=" + "0" * 64]
     for change in changes:
         with pytest.raises(DataError, match="was begun with other prompts, settings or another target"):
             door(named, change, name="again.jsonl")
@@ -245,7 +245,13 @@ def test_another_job_is_refused_and_the_same_one_elsewhere_is_not(door, stub, tm
     stub.always.clear()
     with (tmp_path / "again.jsonl.part").open("ab") as stream:
         stream.write(b'{"row": 4, "tu')
-    same = ("engine.concurrency=2", "engine.retries=0", "engine.timeout=5", "engine.max_failed=0.5")
+    same = (
+        "engine.concurrency=2",
+        "engine.retries=0",
+        "engine.timeout=5",
+        "engine.max_failed=0.5",
+        "engine.is_target=true",
+    )
     assert door(named, *same, name="again.jsonl") == whole
     assert stub.questions() == ["Tool?"]
 

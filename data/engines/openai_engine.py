@@ -104,8 +104,8 @@ class OpenAIEngine:
 
     def _resume_key(self, rows: list[Row], config: RegenerateConfig, served: Served, target: Mapping[str, Any]) -> str:
         """A hash of all that the answers depend on. The address does not count: a server may move."""
-        claim = [target.get("weights"), target.get("sha256"), self.is_target]
-        return hash_of(["openai", rows, self._request(config, served), config.seed, claim])
+        own = [target.get("weights"), target.get("sha256")]
+        return hash_of(["openai", rows, self._request(config, served), config.seed, own])
 
     def _author(self, served: Served, target: Mapping[str, Any]) -> str | None:
         """The weights hash that answers are recorded with, None where it is not known whose they are."""
