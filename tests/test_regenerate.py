@@ -15,7 +15,9 @@ import datasets
 import pytest
 import torch
 
-from data.regenerate import RegenerateConfig, _key, claim, read_prompts, regenerate, run
+from data.engines.answers import RegenerateConfig, claim
+from data.engines.local import regenerate, resume_key
+from data.regenerate import read_prompts, run
 from data.sources import SourceConfig, load_conversations
 from drafters.chat import ChatEncoder
 from drafters.decoding import loop
@@ -188,14 +190,14 @@ def test_anything_that_changes_the_answers_is_refused(target, tmp_path):
 def test_template_settings_change_the_prompts_and_the_key(tmp_path, monkeypatch):
     target = make_target(template="qwen3")
     keys = {
-        _key(target, ROWS, replace(CONFIG, template_kwargs=kwargs))
+        resume_key(target, ROWS, replace(CONFIG, template_kwargs=kwargs))
         for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True})
     }
     assert len(keys) == 3
     # Without any the key is the one of before there were any, so that older unfinished files go on.
     settings = {name: value for name, value in vars(CONFIG).items() if name != "template_kwargs"}
     what = [ROWS, settings, target.spec.weights_hash, target.spec.template_hash]
-    assert _key(target, ROWS, CONFIG) == hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    assert resume_key(target, ROWS, CONFIG) == hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     asked = []
     monkeypatch.setattr(loop, "decode", lambda target, drafter, prompts, config: asked.append(prompts) or [])
     for kwargs in ({}, {"enable_thinking": False}):
@@ -336,7 +338,7 @@ def test_a_file_that_was_finished_meanwhile_is_not_claimed(tmp_path, monkeypatch
         (tmp_path / "out.jsonl.part").unlink()
         real(stream, flags)
 
-    monkeypatch.setattr("data.regenerate.fcntl.flock", flock)
+    monkeypatch.setattr("data.engines.answers.fcntl.flock", flock)
     with pytest.raises(DataError, match="another process is writing"), claim(out):
         pass
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from drafters.errors import CheckpointError, ConfigError
 from drafters.target import FrozenTarget
 from drafters.types import Message
-from drafters.weights import cache_root, fingerprint, load_model, load_tokenizer, resolve
+from drafters.weights import cache_root, fingerprint, fingerprint_on_disk, load_model, load_tokenizer, resolve
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
@@ -312,3 +312,42 @@ def test_the_default_target_knows_paris():
     )
     (answer,) = decode(target, None, [prompt], DecodeConfig(max_new_tokens=32))
     assert "Paris" in target.tokenizer.decode(answer.tokens)
+
+
+# --- fingerprints without loading
+
+
+def test_fingerprints_on_disk_are_those_of_loaded_targets(folder, gguf_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("something was fetched"))
+    made = resolve(str(gguf_file))
+    assert fingerprint_on_disk(str(gguf_file)) == fingerprint(made)
+    assert fingerprint_on_disk(WHEEL, sha256="AB" * 32) == "ab" * 32
+    assert fingerprint_on_disk(str(folder)) == fingerprint(folder)
+    places = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **options: places.append((name, options)) or str(folder)
+    )
+    assert fingerprint_on_disk("org/name@v2") == fingerprint(folder)
+    assert places == [("org/name", {"revision": "v2", "local_files_only": True})]
+    with pytest.raises(CheckpointError, match=r"target\.sha256: tiny\.gguf has"):
+        fingerprint_on_disk(str(gguf_file), sha256="0" * 64)
+
+
+def test_what_is_not_all_there_has_no_fingerprint(folder, tmp_path, monkeypatch):
+    def download(name, **options):
+        raise LocalEntryNotFoundError("not here")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    shutil.copy(folder / "config.json", tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for weights in ("org/name", str(tmp_path / "gone.gguf"), str(tmp_path / "gone"), str(tmp_path), WHEEL):
+        assert fingerprint_on_disk(weights) is None, weights
+    # A download of several files that was interrupted after the first.
+    shutil.copy(folder / "model.safetensors", tmp_path / "model-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}))
+    assert fingerprint_on_disk(str(tmp_path)) is None
+    index.write_text("{torn")
+    assert fingerprint_on_disk(str(tmp_path)) is None
+    shutil.copy(folder / "model.safetensors", tmp_path / "model-00002.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}))
+    assert fingerprint_on_disk(str(tmp_path)) == fingerprint(tmp_path)
