@@ -80,8 +80,13 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert second.device(None) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert second.device(None) == "cuda:1"
     assert Ranks().device(None) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="rank 5 is process 1 of its machine and sees 1 GPUs"):
+        second.device(None)
 
 
 def test_half_an_environment_is_refused(monkeypatch):

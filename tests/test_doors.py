@@ -20,10 +20,10 @@ import train
 from drafters.batches import StatesLoader
 from drafters.config import to_plain
 from drafters.decoding.report import CONTRACT_KEYS
+from drafters.distributed import Ranks
 from drafters.door import door
 from drafters.errors import CheckpointError, ConfigError
 from drafters.training.loggers import log_evaluation
-from drafters.distributed import Ranks
 from drafters.training.strategies import placement
 from tests.door_world import ROOT, STEPS, contents, same_weights, settings, train_settings
 

@@ -3,6 +3,7 @@
 # The frozen target stands outside the module tree: nothing can save, wrap, train or copy it.
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ __all__ = ["DistillModule"]
 
 STATE_KEY = "drafters"
 REQUESTS = ("stop", "save")
+MOST_SUMS = 128  # that one step adds up over ranks
 
 
 class _Outside:
@@ -168,7 +170,11 @@ class DistillModule(LightningModule):
             self._validation[name] = self._validation[name] + new if name in self._validation else new
 
     def on_validation_epoch_end(self) -> None:
-        total = {name: self._reduce(pair) for name, pair in sorted(self._validation.items())}
+        shapes = {name: tuple(pair.shape) for name, pair in self._validation.items()}
+        total = {}
+        for name, shape in sorted(self._of_all_ranks(shapes).items()):  # a rank with no anchors has fewer
+            own = self._validation.get(name, torch.zeros(shape, dtype=torch.float64, device=self.device))
+            total[name] = self._reduce(own)
         values = confidence_figures(total)
         for name, (sums, counts) in total.items():
             if sums.ndim == 0:
@@ -237,9 +243,34 @@ class DistillModule(LightningModule):
         return self.trainer.strategy.reduce(tensor, reduce_op="sum")
 
     def _sum_over_ranks(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Sums by name, all ranks added. One reduction of a fixed size; one more where a rank has other names, as with
+        no anchors."""
         names = sorted(sums)
-        stacked = torch.stack([sums[name].to(self.device, torch.float64) for name in names])
-        return dict(zip(names, self._reduce(stacked).tolist(), strict=True))
+        mark = zlib.crc32(" ".join(names).encode()) % 2**20
+        *total, marks, squares = self._reduce_named(names, sums, mark, mark**2)
+        if marks**2 != squares * self.trainer.world_size:
+            names = sorted(self._of_all_ranks(dict.fromkeys(names, ())))
+            total = self._reduce_named(names, sums)
+        return dict(zip(names, total, strict=False))
+
+    def _reduce_named(self, names: Sequence[str], sums: Mapping[str, Tensor], *more: float) -> list[float]:
+        assert len(names) <= MOST_SUMS, f"{len(names)} sums of a step; the reduction has room for {MOST_SUMS}"
+        known = [sums[name].to(self.device, torch.float64) if name in sums else self._zero() for name in names]
+        room = [self._zero()] * (MOST_SUMS - len(names))
+        rest = torch.tensor(more, dtype=torch.float64, device=self.device)
+        found: list[float] = self._reduce(torch.cat([torch.stack(known + room), rest])).tolist()
+        return found
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _of_all_ranks(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """What any rank has, by name."""
+        if self.trainer.world_size == 1:
+            return shapes
+        told: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(told, shapes)
+        return {name: shape for one in told for name, shape in one.items()}
 
     def _not_finite(self, gradients: Mapping[str, Tensor]) -> Exception:
         step = self.trainer.global_step

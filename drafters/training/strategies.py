@@ -15,6 +15,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from drafters.config import locate
@@ -97,6 +104,40 @@ class ShardedStrategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_processes * self.num_nodes
         super().setup_environment()
 
+    # Lightning numbers parameters in the order of the module; optimizers number them by their groups, as checkpoints of
+    # one process do.
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self.model is not None
+        own = getattr(optimizer, "_optimizer", optimizer)
+        state = get_optimizer_state_dict(
+            self.model, own, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        if self.global_rank != 0:
+            return {}
+        groups: Any = state["param_groups"]
+        numbers = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
+        return _renamed(state, numbers)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        checkpoint: dict[str, Any] = torch.load(
+            checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only
+        )
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=options)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
+            order = dict(enumerate(names[id(p)] for group in optimizer.param_groups for p in group["params"]))
+            set_optimizer_state_dict(self.model, optimizer, _renamed(state, order), options=options)
+        return checkpoint
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """The state of an optimizer with other keys for its parameters."""
+    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[one]: values for one, values in state["state"].items()}, "param_groups": groups}
+
 
 class _AsTheyAre(DeepSpeedPrecision):
     """Batches as they come: Lightning would make float32 of the states, and cannot write into a frozen dataclass."""
@@ -168,8 +209,6 @@ def whole_drafter(trainer: Trainer, module: "DistillModule") -> Drafter | None:
     """The drafter with all of its weights, on the first rank at least; None elsewhere. Called on all ranks."""
     drafter = module.drafter
     if isinstance(trainer.strategy, ShardedStrategy):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
         tensors: Mapping[str, Any] = get_model_state_dict(
             drafter, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
