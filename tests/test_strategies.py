@@ -105,10 +105,10 @@ def test_what_a_strategy_cannot_do_is_refused(tmp_path):
     refused("optim.ema_decay", {"strategy": SHARDED}, averages=True)
     refused("accumulate_grad_batches: got 2", {"strategy": ZERO, "accumulate_grad_batches": 2})
     (tmp_path / "one.ckpt").touch()
-    refused("is of another strategy", {"strategy": ZERO}, tmp_path / "one.ckpt")
+    refused("was written by another strategy", {"strategy": ZERO}, tmp_path / "one.ckpt")
     parts = tmp_path / "parts.ckpt" / "checkpoint"
     parts.mkdir(parents=True)
-    refused("is of DeepSpeed", {"strategy": SHARDED}, parts.parent)
+    refused("was written by DeepSpeed", {"strategy": SHARDED}, parts.parent)
     for rank in range(3):
         (parts / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     refused("is of 3 processes, these are 2; start 3", {"strategy": ZERO}, parts.parent)
