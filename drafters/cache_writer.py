@@ -164,6 +164,8 @@ class _Job:
             writing.end()
             if ranks.is_first:
                 self.manifest.save(self.folder)
+                if not isinstance(self.folder, LocalFolder):
+                    self.folder.clean()
         ranks.barrier()
 
     def _prepare(self, missing: Sequence[int]) -> None:
@@ -351,6 +353,11 @@ def _disk_errors(folder: Folder) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
             raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
+        if error.errno == errno.ENOENT:
+            raise DataError(
+                f"cache: {error}: removed by another process, perhaps a second capture into {folder}; the same "
+                "command goes on from there"
+            ) from error
         raise
 
 

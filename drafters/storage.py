@@ -73,7 +73,7 @@ class Folder(ABC):
 
     @abstractmethod
     def clean(self) -> None:
-        """Remove what killed writers left. Not while anybody writes."""
+        """Remove what killed writers left. Called while the folder is held, or at a capture's end."""
 
     @abstractmethod
     def is_intact(self, name: str, sha256: str) -> bool:
@@ -232,10 +232,13 @@ def has_content(path: Path, sha256: str) -> bool:
     return True
 
 
-def _made_inside(folder: Path) -> Path:
+def _made_inside(folder: Path, *, tries: int = 100) -> Path:
     """A new folder in `folder`, which another process may remove, once empty, at any moment."""
-    for _ in range(100):
-        with suppress(FileNotFoundError):
+    while True:
+        tries -= 1
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(dir=folder))
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        except (FileNotFoundError, FileExistsError):
+            if not tries:
+                raise

@@ -111,6 +111,11 @@ class RemoteFolder(Folder):
                 files.put_file(str(source), temporary)
                 files.mv(temporary, f"{root}/{name}")
                 is_moved = True
+            except FileNotFoundError as error:
+                raise DataError(
+                    f"cache: cannot write to {self}: {self._told(error)}; it is not there, or a second capture removed "
+                    "this file; the same command goes on from there"
+                ) from error
             finally:
                 if not is_moved:
                     with suppress(*_store_errors()):
@@ -122,7 +127,10 @@ class RemoteFolder(Folder):
 
     def make(self) -> None:
         with self._store("make") as (files, root):
-            files.makedirs(root, exist_ok=True)
+            try:
+                files.makedirs(root, exist_ok=True)
+            except FileNotFoundError as error:
+                raise DataError(f"cache: cannot make {self}: {self._told(error)}") from error
 
     def lock(self) -> AbstractLock:
         return NoLock()
