@@ -2,11 +2,12 @@
 # on where it was; finished, it says where the states are. train.py calls the same functions.
 #
 #     python -m data.capture source=jsonl source.path=FILE
+#     torchrun --nproc-per-node=8 -m data.capture source=jsonl source.path=FILE      (see docs/cache.md)
 
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +67,13 @@ def capture_states(
     ranks: "Ranks | None" = None,
 ) -> "HiddenCache":
     """The cache of these examples under this target, captured now as far as it is not there yet, with a progress bar
-    on stderr. Raises what `drafters.cache_writer.capture` raises."""
+    on stderr. All `ranks` (None: this process alone) call it alike and share the work. Raises what
+    `drafters.cache_writer.capture` raises."""
     from drafters.cache import CacheKey
-    from drafters.cache_writer import cache_folder, capture
+    from drafters.cache_writer import Crew, cache_folder, capture
+    from drafters.distributed import Ranks
+
+    ranks = ranks or Ranks()
 
     key = CacheKey.of(
         target.spec,
@@ -77,8 +82,9 @@ def capture_states(
         max_length=encoder.max_length,
         codec=config.codec,
     )
-    with CaptureBar() as watcher, ranks.first_goes_first() if ranks else nullcontext():
-        return capture(target, splits, cache_folder(config, key), key=key, config=config, watcher=watcher)
+    with CaptureBar() as bar:
+        crew = Crew(ranks=ranks, watcher=bar if ranks.is_first else None)
+        return capture(target, splits, cache_folder(config, key), key=key, config=config, crew=crew)
 
 
 class CaptureBar:
@@ -97,10 +103,11 @@ class CaptureBar:
     def begin(self, estimate: "Estimate") -> None:
         from drafters.door import progress_bar
 
+        free = "" if estimate.free_bytes is None else f" ({estimate.free_bytes / 1e9:.0f} GB free)"
+        crew = f", {estimate.num_processes} processes" if estimate.num_processes > 1 else ""
         sys.stderr.write(
             f"capture: {estimate.num_samples:,} conversations, {estimate.num_tokens:,} tokens -> {estimate.folder}; "
-            f"{estimate.num_bytes / 1e9:.2f} GB ({estimate.free_bytes / 1e9:.0f} GB free), "
-            f"about {max(1, round(estimate.seconds / 60))} min\n"
+            f"{estimate.num_bytes / 1e9:.2f} GB{free}, about {max(1, round(estimate.seconds / 60))} min{crew}\n"
         )
         self._bar = self._open.enter_context(progress_bar("capture", unit="tokens/s"))
 
@@ -109,7 +116,16 @@ class CaptureBar:
 
 
 def run(cfg: DictConfig) -> None:
-    """Load the target, encode the source, capture, and say what there is."""
+    """Load the target, encode the source, capture, and say what there is: one process, or as many as share the work."""
+    from drafters.distributed import Ranks, leave
+
+    with Ranks.from_environment() as ranks:
+        _capture(cfg, ranks)
+    if ranks.size > 1:
+        leave()
+
+
+def _capture(cfg: DictConfig, ranks: "Ranks") -> None:
     from data.sources import DataConfig, load_splits
     from drafters.cache_writer import CaptureConfig
     from drafters.chat import ChatEncoder
@@ -118,14 +134,20 @@ def run(cfg: DictConfig) -> None:
 
     config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
     _, source = build_config(cfg.source, key="source")
+    if not ranks.is_first:
+        ranks.barrier()  # the first one fetches and unpacks what is not there yet
     parts = load_splits(source, validation=data.validation, seed=data.seed)
-    target = load_target(to_plain(cfg.target), device=cfg.device)
+    target = load_target(to_plain(cfg.target), device=ranks.device(cfg.device))
+    if ranks.is_first:
+        ranks.barrier()
     encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
     splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
-    for name, report in reports.items():
-        print(f"{name}: {report.summary()}")
-    cache = capture_states(target, splits, config, encoder=encoder)
-    print(f"states of {len(cache):,} conversations, layers {list(cache.layer_ids)}: {cache.folder}")
+    if ranks.is_first:
+        for name, report in reports.items():
+            print(f"{name}: {report.summary()}")
+    cache = capture_states(target, splits, config, encoder=encoder, ranks=ranks)
+    if ranks.is_first:
+        print(f"states of {len(cache):,} conversations, layers {list(cache.layer_ids)}: {cache.folder}")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="capture")

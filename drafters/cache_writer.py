@@ -1,166 +1,90 @@
-# Filling a cache. The plan (which samples make a shard, which make a batch) follows from the examples alone, so that a
-# shard made again has the same bytes, and a killed capture goes on with the shards that are missing.
+# Filling a cache, alone or as one of many processes, on one machine or several. Each takes every n-th of the shards
+# that are missing; the first alone writes what is common. A capture killed anywhere goes on with the shards that are
+# missing, with any number of processes, and ends with the same bytes.
 
 import errno
-import fcntl
 import hashlib
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from drafters.cache import (
-    ALL,
-    MANIFEST,
-    PARTIAL,
-    SAMPLES,
-    SPLITS,
-    SUPERVISED,
-    CacheKey,
-    HiddenCache,
-    Manifest,
-    example_digest,
-    json_bytes,
-    write_file,
-    write_shard,
-)
+from drafters.cache import HiddenCache
+from drafters.cache_config import CaptureConfig, Crew, Estimate, Watcher, cache_folder
+from drafters.cache_manifest import ALL, MANIFEST, SAMPLES, SPLITS, SUPERVISED, CacheKey, Manifest, Shard, json_bytes
+from drafters.cache_plan import ShardPlan, plan_shards
+from drafters.cache_records import read_record, record_name, shard_name, write_record, write_shard
 from drafters.codecs import find_codec
 from drafters.errors import DataError
 from drafters.spec import check_layer_ids
 from drafters.states import log_sum_exp, predicts, target_states
+from drafters.storage import Folder, LocalFolder, open_folder
 from drafters.types import Example, Needs
-from drafters.weights import cache_root
 
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
 
-__all__ = ["CaptureConfig", "Estimate", "ShardPlan", "Watcher", "cache_folder", "capture", "plan_shards"]
+__all__ = ["CaptureConfig", "Crew", "Estimate", "ShardPlan", "Watcher", "cache_folder", "capture", "plan_shards"]
 
 SPARE_BYTES = 64 * 2**20  # what a capture leaves free beside 5 % of its own size
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureConfig:
-    """How states are stored. `root` None is `$DRAFTERS_CACHE/states`; `last`: "all" positions have their state after
-    the final norm stored, or "supervised" ones (whose prediction is) alone, which is enough for drafters that do not
-    read it; `batch_tokens` counts padding; the two sizes fix the composition of batches and hold for the whole life of
-    a cache."""
-
-    name: str = "states"
-    root: str | None = None
-    layer_ids: tuple[int, ...] = ()
-    codec: str = "bf16"
-    last: str = ALL
-    tokens_per_shard: int = 32_768
-    batch_tokens: int = 4_096
-
-    def __post_init__(self) -> None:
-        if self.last not in (ALL, SUPERVISED):
-            raise ValueError(f"last: got '{self.last}'; accepted: {ALL}, {SUPERVISED}")
-        if self.tokens_per_shard < 1 or self.batch_tokens < 1:
-            raise ValueError("tokens_per_shard and batch_tokens must be 1 or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What is to do, told after the first batch and before anything is stored. `num_bytes` is the size on disk."""
-
-    folder: Path
-    num_samples: int
-    num_tokens: int
-    num_bytes: int
-    free_bytes: int
-    seconds: float
-
-
-class Watcher(Protocol):
-    """Who wants to know how a capture goes. Not called at all when there is nothing to do."""
-
-    def begin(self, estimate: Estimate) -> None:
-        """Called once, before the first shard."""
-
-    def advance(self, done: int, total: int, tokens: int) -> None:
-        """Called after each batch: tokens done, tokens in all, tokens of this batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardPlan:
-    """Positions in the list of examples; the rows of a shard follow the order of its batches."""
-
-    batches: tuple[tuple[int, ...], ...]
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """All samples of the shard, in order."""
-        return tuple(i for batch in self.batches for i in batch)
-
-
-def cache_folder(config: CaptureConfig, key: CacheKey) -> Path:
-    """`<root>/<name>-<first 12 digits of the key>`."""
-    root = Path(config.root).expanduser() if config.root else cache_root() / "states"
-    return root / f"{config.name}-{key.digest[:12]}"
-
-
-def plan_shards(examples: Sequence[Example], *, tokens_per_shard: int, batch_tokens: int) -> list[ShardPlan]:
-    """Shards of about `tokens_per_shard` tokens, each in batches of at most `batch_tokens` tokens, padding included
-    (one sample may exceed either).
-
-    The order of `examples` does not matter: samples are dealt out by their digest, so each shard is a fair mix, and
-    sorted by length inside it, the longest first, so that a batch that does not fit into memory fails at once.
-    """
-    digests = [example_digest(example) for example in examples]
-    shards: list[list[int]] = [[]]
-    room = tokens_per_shard
-    for i in sorted(range(len(examples)), key=lambda i: digests[i]):
-        length = len(examples[i].tokens_T)
-        if length > room and shards[-1]:
-            shards.append([])
-            room = tokens_per_shard
-        shards[-1].append(i)
-        room -= length
-    plans = []
-    for shard in shards:
-        batches: list[list[int]] = []
-        for i in sorted(shard, key=lambda i: (-len(examples[i].tokens_T), digests[i])):
-            width = len(examples[batches[-1][0]].tokens_T) if batches else 0
-            if not batches or (len(batches[-1]) + 1) * width > batch_tokens:
-                batches.append([])
-            batches[-1].append(i)
-        plans.append(ShardPlan(batches=tuple(map(tuple, batches))))
-    return plans
 
 
 def capture(
     target: "FrozenTarget",
     splits: Mapping[str, Sequence[Example]],
-    folder: Path,
+    folder: Folder | Path | str,
     *,
     key: CacheKey,
     config: CaptureConfig,
-    watcher: Watcher | None = None,
+    crew: Crew | None = None,
 ) -> HiddenCache:
-    """Store the target's states for all examples in `folder`, or finish or reuse what is there, and open it.
+    """Store the target's states for all examples in `folder`, or finish or reuse what is there, and open it. All ranks
+    of `crew` call it alike, with the same examples.
 
     The splits are names for sets of samples; they may change without a new capture. Raises DataError when the folder
-    belongs to something else, lacks layers or is in use by another process, and when the disk is or gets too full;
+    belongs to something else, lacks layers or is in use by another capture, and when the disk is or gets too full;
     ConfigError for layers that the target does not have.
     """
     check_layer_ids(config.layer_ids, target.spec, key="cache.layer_ids")
     if not any(splits.values()):
         raise DataError("cache: there is no conversation to capture; check the source and its filters")
-    if not _Job(target, splits, folder, key=key, config=config).is_done():
-        with _disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder), _partial(folder):
-                _Job(target, splits, folder, key=key, config=config).run(watcher)
+    crew, folder = crew or Crew(), open_folder(folder, mirror=config.mirror)
+    make = partial(_Job, target, splits, folder, key=key, config=config)
+    with _disk_errors(folder), ExitStack() as held:
+        start = crew.ranks.share(_take(make, folder, held) if crew.ranks.is_first else None)
+        if start is not None:
+            make(begun=start.manifest).run(start, crew)
     return HiddenCache.open(folder, expect=key, needs=Needs(layer_ids=config.layer_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What the first rank finds: the manifest without the shards that are not whole, and what records say of those."""
+
+    manifest: Manifest
+    recorded: dict[int, Shard]
+
+
+def _take(make: Any, folder: Folder, held: ExitStack) -> _Start | None:
+    """Hold a folder in which something is to do; None when there is nothing."""
+    if make(begun=_begun(folder)).is_done():
+        return None
+    folder.make()
+    if held.enter_context(folder.lock()):
+        folder.clean()
+    start: _Start = make(begun=_begun(folder)).start()
+    return start
+
+
+def _begun(folder: Folder) -> Manifest | None:
+    return Manifest.load(folder) if MANIFEST in folder.sizes() else None
 
 
 class _Job:
@@ -170,15 +94,15 @@ class _Job:
         self,
         target: "FrozenTarget",
         splits: Mapping[str, Sequence[Example]],
-        folder: Path,
+        folder: Folder,
         *,
         key: CacheKey,
         config: CaptureConfig,
+        begun: Manifest | None,
     ) -> None:
-        self.target, self.folder = target, folder
+        self.target, self.folder, self.config = target, folder, config
         self.codec = find_codec(key.codec)
         self.examples = [example for split in splits.values() for example in split]
-        begun = Manifest.load(folder) if (folder / MANIFEST).exists() else None
         if begun:
             begun.check_key(key, folder)
             begun.check_needs(Needs(layer_ids=config.layer_ids, last_input=config.last == ALL), folder)
@@ -195,76 +119,74 @@ class _Job:
             tokens_per_shard=config.tokens_per_shard,
             batch_tokens=config.batch_tokens,
             num_samples=len(ordered),
-            num_tokens=self._num_tokens(ordered),
+            num_tokens=self.num_tokens(ordered),
             num_supervised=sum(int(example.loss_mask_T.sum()) for example in self.examples),
             samples_sha256=hashlib.sha256(self.lists[SAMPLES]).hexdigest(),
             shards=(None,) * len(self.plans),
             last=config.last,
         )
-        if begun and begun.missing(folder) and _sizes(begun) != _sizes(config):
-            warnings.warn(
-                f"cache: {folder} was begun with tokens_per_shard, batch_tokens = {_sizes(begun)} and is finished so; "
-                f"{_sizes(config)} is ignored",
-                stacklevel=3,
-            )
 
     def is_done(self) -> bool:
         """Whether everything is there as it should be, checksums of shards aside."""
-        lists_are_right = all(_content(self.folder / name) == text for name, text in self.lists.items())
-        return lists_are_right and (self.folder / MANIFEST).exists() and not self.manifest.missing(self.folder)
+        sizes = self.folder.sizes()
+        is_listed = all(name in sizes and self.folder.read(name) == text for name, text in self.lists.items())
+        return is_listed and MANIFEST in sizes and not self.manifest.missing(sizes)
 
-    def run(self, watcher: Watcher | None) -> None:
-        """Write what is missing."""
-        missing = self.manifest.missing(self.folder)
-        num_bytes = self._num_bytes(missing)
-        free_bytes = shutil.disk_usage(self.folder).free
-        if 1.05 * num_bytes + SPARE_BYTES > free_bytes:
+    def start(self) -> _Start:
+        """What the folder holds. Called by the first rank."""
+        sizes = self.folder.sizes()
+        missing = self.manifest.missing(sizes)
+        if MANIFEST in sizes and missing and _sizes(self.manifest) != _sizes(self.config):
+            warnings.warn(
+                f"cache: {self.folder} was begun with tokens_per_shard, batch_tokens = {_sizes(self.manifest)} and is "
+                f"finished so; {_sizes(self.config)} is ignored",
+                stacklevel=4,
+            )
+        found = {number: read_record(self.folder, number, sizes, self.manifest) for number in missing}
+        return _Start(
+            manifest=self.manifest.with_shards(dict.fromkeys(missing)),
+            recorded={number: shard for number, shard in found.items() if shard is not None},
+        )
+
+    def run(self, start: _Start, crew: Crew) -> None:
+        """Write what is missing, with the other ranks."""
+        ranks = crew.ranks
+        mine = ranks.mine(sorted(start.recorded.items()))
+        whole = [(number, shard) for number, shard in mine if self.folder.is_intact(shard.name, shard.sha256)]
+        self.manifest = start.manifest.with_shards(dict(ranks.gather(whole)))
+        missing = [number for number, shard in enumerate(self.manifest.shards) if shard is None]
+        if ranks.is_first:
+            self._prepare(missing)
+        ranks.barrier()
+        if missing:
+            writing = _Writing(self, missing, crew)
+            self.manifest = self.manifest.with_shards(dict(ranks.gather(writing.run())))
+            writing.end()
+            if ranks.is_first:
+                self.manifest.save(self.folder)
+                if not isinstance(self.folder, LocalFolder):
+                    self.folder.clean()
+        ranks.barrier()
+
+    def _prepare(self, missing: Sequence[int]) -> None:
+        """Write what all ranks share, and forget what was recorded of shards that are made again."""
+        num_bytes, free_bytes = self.num_bytes(missing), self.folder.free_bytes()
+        if free_bytes is not None and 1.05 * num_bytes + SPARE_BYTES > free_bytes:
             raise DataError(
                 f"cache: {num_bytes / 1e9:.2f} GB of states do not fit into {self.folder}: {free_bytes / 1e9:.2f} GB "
                 "are free, of which 5 % and 64 MiB stay spare. Choose another disk (cache.root=...), or fewer layers "
                 "or conversations"
             )
-        for name, text in self.lists.items():
-            if _content(self.folder / name) != text:
-                write_file(self.folder / name, text)
-        self.manifest.save(self.folder)
-        if missing:
-            self._write_shards(missing, num_bytes, free_bytes, watcher or _Silent())
-
-    def _write_shards(self, missing: list[int], num_bytes: int, free_bytes: int, watcher: Watcher) -> None:
-        started = time.perf_counter()
-        members = self.plans[missing[0]].batches[0]
-        first: dict[str, Tensor] | None = self._rows(members)
-        pace = (time.perf_counter() - started) / self._padded(members)
-        batches = [batch for number in missing for batch in self.plans[number].batches]
-        samples = [i for batch in batches for i in batch]
-        done, total = 0, self._num_tokens(samples)
-        watcher.begin(
-            Estimate(
-                folder=self.folder,
-                num_samples=len(samples),
-                num_tokens=total,
-                num_bytes=num_bytes,
-                free_bytes=free_bytes,
-                seconds=pace * sum(map(self._padded, batches)),
-            )
-        )
+        names = self.folder.names()
         for number in missing:
-            rows = []
-            for members in self.plans[number].batches:
-                rows.append(first if first is not None else self._rows(members))
-                first = None
-                tokens = self._num_tokens(members)
-                done += tokens
-                watcher.advance(done, total, tokens)
-            tensors = {name: torch.cat([part.pop(name) for part in rows]) for name in list(rows[0])}
-            ends = torch.tensor([len(self.examples[i].tokens_T) for i in self.plans[number].samples]).cumsum(0)
-            tensors["offsets"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-            shard = write_shard(self.folder, f"shard-{number:05d}.safetensors", tensors)
-            self.manifest = self.manifest.with_shard(number, shard)
-            self.manifest.save(self.folder)
+            if record_name(number) in names:
+                self.folder.remove(record_name(number))
+        for name, text in self.lists.items():
+            if name not in names or self.folder.read(name) != text:
+                self.folder.write(name, text)
+        self.manifest.save(self.folder)
 
-    def _rows(self, members: Sequence[int]) -> dict[str, Tensor]:
+    def rows(self, members: Sequence[int]) -> dict[str, Tensor]:
         """Everything a shard stores of one batch; samples follow each other without padding."""
         examples = [self.examples[i] for i in members]
         states = target_states(self.target, examples, layer_ids=self.manifest.layer_ids)
@@ -309,20 +231,108 @@ class _Job:
             start += len(examples)
         return members
 
-    def _num_tokens(self, samples: Sequence[int]) -> int:
+    def num_tokens(self, samples: Sequence[int]) -> int:
         return sum(len(self.examples[i].tokens_T) for i in samples)
 
-    def _padded(self, batch: Sequence[int]) -> int:
+    def padded(self, batch: Sequence[int]) -> int:
         return len(batch) * max(len(self.examples[i].tokens_T) for i in batch)
 
-    def _num_bytes(self, shards: Sequence[int]) -> int:
+    def num_bytes(self, shards: Sequence[int]) -> int:
         state = self.codec.row_bytes(self.manifest.hidden_size)
         row = len(self.manifest.layer_ids) * state
         row += torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
         samples = [i for number in shards for i in self.plans[number].samples]
-        tokens, masks = self._num_tokens(samples), (self.examples[i].loss_mask_T for i in samples)
+        tokens, masks = self.num_tokens(samples), (self.examples[i].loss_mask_T for i in samples)
         last = tokens if self.manifest.last == ALL else sum(int(predicts(mask_T).sum()) for mask_T in masks)
         return row * tokens + state * last
+
+
+class _Writing:
+    """One rank's part of the missing shards."""
+
+    def __init__(self, job: _Job, missing: Sequence[int], crew: Crew) -> None:
+        self.job, self.missing, self.crew = job, missing, crew
+        self.mine = crew.ranks.mine(missing)
+        self.watcher = crew.watcher or _Silent()
+        self.total = self._num_tokens(missing)
+        self.done: dict[int, Shard] = {}
+        self._own, self._others, self._told = 0, 0, 0
+
+    def run(self) -> list[tuple[int, Shard]]:
+        """Number and description of each shard of this rank, each recorded as soon as it is complete."""
+        first = self._first()
+        for number in self.mine:
+            taken = self._look(number)
+            if taken is None or first is not None:
+                self._write(number, first)
+                first = None
+            else:
+                self.done[number] = taken
+                self._others -= self._num_tokens([number])
+                self._tell(self._num_tokens([number]))
+        return list(self.done.items())
+
+    def end(self) -> None:
+        """All ranks are done."""
+        if self._told < self.total:
+            self._others = self.total - self._own
+            self._tell(0)
+
+    def _first(self) -> dict[str, Tensor] | None:
+        """The first batch, from which the time of all is told."""
+        if not self.mine:
+            return None
+        job, size = self.job, self.crew.ranks.size
+        members = job.plans[self.mine[0]].batches[0]
+        started = time.perf_counter()
+        first = job.rows(members)
+        pace = (time.perf_counter() - started) / job.padded(members)
+        batches = [batch for number in self.missing for batch in job.plans[number].batches]
+        self.watcher.begin(
+            Estimate(
+                folder=job.folder,
+                num_samples=sum(map(len, batches)),
+                num_tokens=self.total,
+                num_bytes=job.num_bytes(self.missing),
+                free_bytes=job.folder.free_bytes(),
+                seconds=pace * sum(map(job.padded, batches)) / min(size, len(self.missing)),
+                num_processes=size,
+            )
+        )
+        return first
+
+    def _look(self, number: int) -> Shard | None:
+        """See which shards others have finished, this one perhaps included: on disks without locks another capture may
+        be at work here."""
+        names = self.job.folder.names()
+        others = [one for one in self.missing if one not in self.done and record_name(one) in names]
+        self._others = self._num_tokens(others)
+        if number not in others:
+            return None
+        return read_record(self.job.folder, number, self.job.folder.sizes(), self.job.manifest)
+
+    def _write(self, number: int, first: dict[str, Tensor] | None) -> None:
+        job, rows = self.job, []
+        for members in job.plans[number].batches:
+            rows.append(first if first is not None else job.rows(members))
+            first = None
+            self._tell(job.num_tokens(members))
+        tensors = {name: torch.cat([part.pop(name) for part in rows]) for name in list(rows[0])}
+        ends = torch.tensor([len(job.examples[i].tokens_T) for i in job.plans[number].samples]).cumsum(0)
+        tensors["offsets"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        shard = write_shard(job.folder, shard_name(number), tensors)
+        write_record(job.folder, number, shard, job.manifest)
+        self.done[number] = shard
+
+    def _tell(self, tokens: int) -> None:
+        """The first rank says what is done: its own batches, and the finished shards of others."""
+        self._own += tokens
+        done = min(self.total, self._own + self._others)
+        self.watcher.advance(done, self.total, done - self._told)
+        self._told = done
+
+    def _num_tokens(self, shards: Sequence[int]) -> int:
+        return sum(self.job.num_tokens(self.job.plans[number].samples) for number in shards)
 
 
 class _Silent:
@@ -332,45 +342,24 @@ class _Silent:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"cache: {folder} is in use: another process captures into it; wait for it to end"
-            ) from error
-        yield
-
-
-@contextmanager
-def _partial(folder: Path) -> Iterator[None]:
-    partial = folder / PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)  # left behind by a process that was killed
-    partial.mkdir()
-    try:
-        yield
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
+def _disk_errors(folder: Folder) -> Iterator[None]:
+    setting = "cache.root" if isinstance(folder, LocalFolder) else "cache.mirror"
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
-                f"cache: no space left on the disk of {folder}; make room, the same command goes on from there"
+                f"cache: no space left on the disk of {folder.disk}; make room, the same command goes on from there"
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
-            raise DataError(f"cache: cannot write to {folder}: {error}; choose another cache.root") from error
+            raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
+        if error.errno == errno.ENOENT:
+            raise DataError(
+                f"cache: {error}: removed by another process, perhaps a second capture into {folder}; the same "
+                "command goes on from there"
+            ) from error
         raise
 
 
 def _sizes(of: CaptureConfig | Manifest) -> tuple[int, int]:
     return of.tokens_per_shard, of.batch_tokens
-
-
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None

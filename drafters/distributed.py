@@ -4,9 +4,11 @@
 
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,14 +17,17 @@ import torch.distributed as dist
 
 from drafters.errors import CheckpointError, ConfigError, DataError, DraftersError
 
-__all__ = ["Ranks", "is_launched", "launch", "leave"]
+__all__ = ["Launch", "Ranks", "find_launch", "launch", "leave"]
 
 T = TypeVar("T")
 # Ranks wait for the slowest, which may rightly take long. One that died is noticed at once (its connection closes, and
 # torchrun ends the others); this limit is for one that lives and hangs.
 TIMEOUT = timedelta(hours=4)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-SAVING = 600
+# Names that SLURM gives to allocations in which a person types: outside of srun, they are no ranks.
+INTERACTIVE = ("bash", "interactive")
+PORTS = range(25_000, 32_000)  # below those that systems give away by themselves
+SAVING = 600  # seconds that started processes have to end after a signal
 INTERRUPTED = 130  # exit status of a process that a signal has stopped
 KINDS = (CheckpointError, ConfigError, DataError, DraftersError)
 
@@ -42,29 +47,31 @@ class Ranks:
     @classmethod
     @contextmanager
     def from_environment(cls, *, timeout: timedelta = TIMEOUT) -> Iterator["Ranks"]:
-        """The processes that torchrun started (or that torch.distributed connects already), else one alone. Enter it
-        once a process: torch may hang when it connects the same processes a second time.
+        """The processes that torchrun or SLURM's srun started (or that torch.distributed connects already), else one
+        alone. Enter it once a process: torch may hang when it connects the same processes a second time.
 
         `timeout` is for one exchange, the wait for the slowest rank included. Leaving waits for all ranks. A
         DraftersError that leaves is raised on the first rank; the others then exit quietly. Raises ConfigError when the
-        environment is that of torchrun in part only.
+        environment is that of torchrun or srun in part only.
         """
         is_connected = dist.is_available() and dist.is_initialized()
-        if not is_connected and _world_size() == 1:
+        launch = Launch(local_rank=_local_rank(os.environ)) if is_connected else find_launch(os.environ)
+        if not is_connected and launch.size == 1:
             yield cls()
             return
         group = None
         if is_connected:
             group = dist.new_group(backend="gloo", timeout=timeout)
-        else:
-            _check_environment()
+        elif launch.address is None:
             dist.init_process_group(_backend(), timeout=timeout)
-        ranks = cls(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            group=group,
-        )
+        else:
+            host, port = launch.address.rsplit(":", 1)
+            os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)  # DeepSpeed reads them
+            where = f"tcp://{launch.address}"
+            dist.init_process_group(
+                _backend(), init_method=where, rank=launch.rank, world_size=launch.size, timeout=timeout
+            )
+        ranks = cls(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=launch.local_rank, group=group)
         try:
             with ranks._end_together():
                 yield ranks
@@ -179,11 +186,6 @@ def leave() -> None:
     os._exit(0)
 
 
-def is_launched() -> bool:
-    """Whether this process is one of several that were started together."""
-    return _world_size() > 1
-
-
 def launch(count: int, script: str, arguments: Sequence[str]) -> int:
     """Run `count` processes of a script on this machine, as torchrun does, and wait for them: the exit status of one
     that failed, else 0. They say what went wrong themselves. SIGINT and SIGTERM are passed on to them, which then have
@@ -208,20 +210,84 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def _world_size() -> int:
-    value = os.environ.get("WORLD_SIZE", "1")
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"WORLD_SIZE: got '{value}' in the environment; accepted: a number of processes; or unset it")
-    return int(value)
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a launcher tells a process. `address` is where the first rank waits for the others, None where torch reads
+    that from torchrun's variables by itself."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str | None = None
 
 
-def _check_environment() -> None:
-    absent = [name for name in ENVIRONMENT if name not in os.environ]
-    if absent:
+def find_launch(environment: Mapping[str, str]) -> Launch:
+    """Torchrun's variables, or those of a step that SLURM's srun started, or one process alone. Raises ConfigError."""
+    if "WORLD_SIZE" not in environment and (slurm := _slurm_launch(environment)) is not None:
+        return slurm
+    size = environment.get("WORLD_SIZE", "1")
+    if not size.isdecimal() or int(size) < 1:
+        raise ConfigError(f"WORLD_SIZE: got '{size}' in the environment; accepted: a number of processes; or unset it")
+    absent = [name for name in ENVIRONMENT if name not in environment]
+    if int(size) > 1 and absent:
         raise ConfigError(
-            f"WORLD_SIZE: got {os.environ['WORLD_SIZE']} in the environment, but {', '.join(absent)} not set; start "
-            "several processes with `torchrun --nproc-per-node=N`, or unset WORLD_SIZE"
+            f"WORLD_SIZE: got {size} in the environment, but {', '.join(absent)} not set; start several processes with "
+            "`torchrun --nproc-per-node=N` or SLURM's `srun --ntasks=N`, or unset WORLD_SIZE"
         )
+    numbers = {name: environment.get(name, "0") for name in ("RANK", "LOCAL_RANK")}
+    return Launch(rank=_number(numbers, "RANK"), size=int(size), local_rank=_number(numbers, "LOCAL_RANK"))
+
+
+def _slurm_launch(environment: Mapping[str, str]) -> Launch | None:
+    """The place of this process among the tasks of a step; None in a shell or batch script, which only have a job."""
+    if not {"SLURM_PROCID", "SLURM_STEP_ID"} <= environment.keys():
+        return None
+    name = "SLURM_STEP_NUM_TASKS"
+    if name not in environment:
+        # The job's number of tasks is that of the step too, but in a shell that SLURM opens in an allocation.
+        name = "SLURM_NTASKS"
+        if environment.get("SLURM_JOB_NAME") in INTERACTIVE:
+            return None
+    if name not in environment or (size := _number(environment, name)) < 2:
+        return None
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    port = environment.get("MASTER_PORT") or str(PORTS[(7 * job + step) % len(PORTS)])
+    return Launch(
+        rank=_number(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        address=f"{_first_node(environment)}:{port}",
+    )
+
+
+def _local_rank(environment: Mapping[str, str]) -> int:
+    """Of a process that somebody else connected."""
+    name = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in environment), None)
+    return 0 if name is None else _number(environment, name)
+
+
+def _first_node(environment: Mapping[str, str]) -> str:
+    """A name or address of the machine of rank 0. The node that a step was launched from comes last: where a person
+    types srun in an allocation, it is none of the step's."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
+    # a[03-07,12],b2 -> a03
+    first = re.match(r"([^,\[\s]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\s]*)", nodes)
+    named = "".join(filter(None, first.groups())) if first else None
+    found = environment.get("MASTER_ADDR") or named or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not found:
+        raise ConfigError(
+            "MASTER_ADDR: not set, and SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and SLURM_LAUNCH_NODE_IPADDR are not "
+            "either; set it to the machine of rank 0"
+        )
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not (value := environment.get(name, "")).isdecimal():
+        raise ConfigError(
+            f"{name}: got '{value}' in the environment; accepted: a number; start processes with torchrun or srun"
+        )
+    return int(value)
 
 
 def _plain(error: DraftersError) -> DraftersError:

@@ -1,4 +1,5 @@
-# Files that must survive a crash: written beside their place, flushed to the disk, then renamed.
+# Files that must survive a crash (written beside their place, flushed to the disk, then renamed), and where files that
+# can be made again are kept.
 
 import hashlib
 import os
@@ -11,7 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["file_sha256", "flush", "save_tensors"]
+__all__ = ["cache_root", "file_sha256", "flush", "save_tensors"]
+
+
+def cache_root() -> Path:
+    """`$DRAFTERS_CACHE`, or `~/.cache/drafters` (`$XDG_CACHE_HOME` respected)."""
+    if own := os.environ.get("DRAFTERS_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

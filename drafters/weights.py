@@ -7,7 +7,6 @@
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import struct
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from drafters.errors import CheckpointError, ConfigError
-from drafters.files import file_sha256
+from drafters.files import cache_root, file_sha256
 
 __all__ = ["cache_root", "fingerprint", "fingerprint_on_disk", "hub_id", "load_model", "load_tokenizer", "resolve"]
 
@@ -34,13 +33,6 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Second copies of the weights, in the layout of whoever trained them.
 HUB_COPIES = ["original/*", "metal/*", "consolidated*"]
 SOURCE_FILE = "drafters_source.json"
-
-
-def cache_root() -> Path:
-    """`$DRAFTERS_CACHE`, or `~/.cache/drafters` (`$XDG_CACHE_HOME` respected)."""
-    if own := os.environ.get("DRAFTERS_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
 
 
 def resolve(weights: str, *, sha256: str | None = None) -> Path:

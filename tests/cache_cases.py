@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from drafters.cache import CacheKey, HiddenCache
-from drafters.cache_writer import CaptureConfig, Estimate, capture
+from drafters.cache_writer import CaptureConfig, Crew, Estimate, capture
+from drafters.distributed import Ranks
 from drafters.types import Example
 
 CONFIG = CaptureConfig(layer_ids=(0, 2, 3), codec="fp32", tokens_per_shard=60, batch_tokens=40)
@@ -28,14 +29,16 @@ def key_of(target, data, *, codec: str = "fp32") -> CacheKey:
     return CacheKey.of(target.spec, data, template_hash="t", max_length=32, codec=codec)
 
 
-def captured(target, folder: Path, data=None, config: CaptureConfig = CONFIG, **more) -> HiddenCache:
+def captured(target, folder, data=None, config: CaptureConfig = CONFIG, *, watcher=None, ranks=None) -> HiddenCache:
     data = examples() if data is None else data
     splits = {"train": data[:10], "validation": data[10:]}
-    return capture(target, splits, folder, key=key_of(target, data, codec=config.codec), config=config, **more)
+    key = key_of(target, data, codec=config.codec)
+    return capture(target, splits, folder, key=key, config=config, crew=Crew(ranks=ranks or Ranks(), watcher=watcher))
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files of a folder of states."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
 class Recorder:

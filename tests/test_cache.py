@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters import cache as cache_module
+from drafters import storage
 from drafters.batches import collate
 from drafters.cache import HiddenCache, Manifest, data_hash
 from drafters.cache_writer import CaptureConfig, cache_folder, plan_shards
@@ -186,9 +186,9 @@ def test_the_key_knows_everything_that_changes_the_states():
 def test_the_default_folder(monkeypatch, tmp_path):
     key = key_of(tiny_target(), examples())
     monkeypatch.setenv("DRAFTERS_CACHE", str(tmp_path))
-    assert cache_folder(CaptureConfig(name="tiny"), key) == tmp_path / "states" / f"tiny-{key.digest[:12]}"
+    assert cache_folder(CaptureConfig(name="tiny"), key).path == tmp_path / "states" / f"tiny-{key.digest[:12]}"
     elsewhere = CaptureConfig(name="tiny", root=str(tmp_path / "x"))
-    assert cache_folder(elsewhere, key).parent == tmp_path / "x"
+    assert cache_folder(elsewhere, key).path.parent == tmp_path / "x"
 
 
 # What is refused
@@ -209,8 +209,8 @@ def test_a_damaged_shard_is_found_at_its_first_read(copy):
 
 def test_a_shard_is_verified_once_a_process(copy, monkeypatch):
     sums = []
-    real = cache_module.file_sha256
-    monkeypatch.setattr(cache_module, "file_sha256", lambda path: sums.append(path) or real(path))
+    real = storage.file_sha256
+    monkeypatch.setattr(storage, "file_sha256", lambda path: sums.append(path) or real(path))
     for _ in range(2):
         cache = HiddenCache.open(copy)
         cache.read(range(len(cache)))

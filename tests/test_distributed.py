@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.distributed import Ranks
+from drafters.distributed import Launch, Ranks, find_launch
 from drafters.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,17 +28,26 @@ say = lambda *words: sys.stdout.write(" ".join(map(str, words)) + "\\n")
 RANKS = "with door(), Ranks.from_environment() as ranks:\n"
 
 
-def start(body):
+def torch_world(rank, port):
+    world = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def slurm_world(rank, port):
+    world = dict(SLURM_JOB_ID="123456", SLURM_STEP_ID="2", SLURM_NTASKS="2", SLURM_STEP_NODELIST="127.0.0.1")
+    return {**world, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}
+
+
+def start(body, world=torch_world):
     """Two processes that run `body` as ranks; their (exit code, stdout, stderr), in the order of ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    world = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     running = [
         subprocess.Popen(
             [sys.executable, "-c", OPENING + body],
             cwd=ROOT,
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **world(rank, port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,6 +107,62 @@ def test_half_an_environment_is_refused(monkeypatch):
         Ranks.from_environment(),
     ):
         pass
+
+
+STEP = dict(SLURM_JOB_ID="123456", SLURM_STEP_ID="2", SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_NTASKS="8")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n7", "n7"),
+        ("n[03-07,12],m1", "n03"),
+        ("gpu-a[12]", "gpu-a12"),
+        ("alpha,beta", "alpha"),
+        ("r[1-2]-ib", "r1-ib"),
+        ("10.0.0.5", "10.0.0.5"),
+    ],
+)
+def test_tasks_of_srun_are_ranks(nodes, first):
+    port = 25_000 + (7 * 123456 + 2) % 7_000
+    found = find_launch({**STEP, "SLURM_JOB_NODELIST": nodes, "SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9"})
+    assert found == Launch(rank=3, size=8, local_rank=1, address=f"{first}:{port}")
+
+
+def test_where_the_first_task_of_srun_waits():
+    def address(**more):
+        return find_launch({**STEP, **more}).address.split(":")
+
+    assert address(SLURM_LAUNCH_NODE_IPADDR="10.9.9.9")[0] == "10.9.9.9"
+    assert address(SLURM_JOB_NODELIST="a[1-9]", SLURM_STEP_NODELIST="a4")[0] == "a4"
+    assert address(MASTER_ADDR="here", MASTER_PORT="77", SLURM_JOB_NODELIST="a[1-9]") == ["here", "77"]
+    assert address(MASTER_ADDR="x") != address(MASTER_ADDR="x", SLURM_STEP_ID="3")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: not set, .*SLURM_JOB_NODELIST"):
+        find_launch(STEP)
+    with pytest.raises(ConfigError, match=r"SLURM_LOCALID: got 'a' .*accepted: a number"):
+        find_launch({**STEP, "MASTER_ADDR": "x", "SLURM_LOCALID": "a"})
+
+
+def test_a_shell_or_script_of_slurm_is_one_process():
+    alone = Launch()
+    for absent in ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"):
+        assert find_launch({name: value for name, value in STEP.items() if name != absent}) == alone
+    for more in ({"SLURM_NTASKS": "1"}, {"SLURM_JOB_NAME": "interactive"}, {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert find_launch({**STEP, **more}) == alone
+    # srun in an interactive allocation does start ranks.
+    step = {**STEP, "SLURM_JOB_NAME": "interactive", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "x"}
+    assert find_launch(step).size == 2
+    # Torchrun, one a node, started by srun.
+    torch_variables = dict(WORLD_SIZE="16", RANK="9", LOCAL_RANK="1", MASTER_ADDR="x", MASTER_PORT="1")
+    assert find_launch({**STEP, **torch_variables}) == Launch(rank=9, size=16, local_rank=1)
+
+
+def test_two_tasks_of_srun_exchange():
+    body = """
+    say(ranks.gather([(ranks.rank, ranks.size, ranks.local_rank)]))
+"""
+    same = "[(0, 2, 0), (1, 2, 1)]\n"
+    assert start(RANKS + body, slurm_world) == [(0, same, ""), (0, same, "")]
 
 
 def test_two_ranks_exchange_and_write_one_journal(tmp_path):

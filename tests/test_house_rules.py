@@ -19,7 +19,6 @@ LEAVES = {"data", "evaluate", "export", "tests", "train"}
 TRUNK_IMPORTS = {
     "batches.py": {"lightning"},
     "cache.py": {"safetensors"},
-    "cache_writer.py": {"safetensors"},
     "chat.py": {"jinja2", "transformers"},
     "checkpoint.py": {"safetensors"},
     "config.py": {"omegaconf"},
@@ -40,6 +39,7 @@ TRUNK_IMPORTS = {
     "scheduling/surface.py": {"numpy"},
     "scheduling/sweep.py": {"matplotlib"},
     "kv_cache.py": {"transformers"},
+    "storage_remote.py": {"fsspec"},
     "target.py": {"safetensors", "transformers"},
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},

@@ -16,7 +16,9 @@ import torch
 
 from data.prompts import PromptConfig, prompt_encoder, source_prompts
 from data.sources import SourceConfig
-from drafters.cache import PARTIAL, SAMPLES, SPLITS, HiddenCache, write_file, write_shard
+from drafters.cache import HiddenCache
+from drafters.cache_manifest import SAMPLES, SPLITS
+from drafters.cache_records import shard_name, write_shard
 from drafters.cache_writer import CaptureConfig, cache_folder
 from drafters.codecs import find_codec
 from drafters.contestants import find_entries, target_node
@@ -37,7 +39,7 @@ def make(cache: HiddenCache, root: Path, head, name: str) -> None:
     codec = find_codec(name)
     key = replace(cache.manifest.key, codec=name)
     folder = cache_folder(CaptureConfig(name="smollm2", root=str(root)), key)
-    (folder / PARTIAL).mkdir(parents=True)
+    folder.make()
     manifest = replace(cache.manifest, key=key, shards=(None,) * len(cache.shards))
     for number in range(len(cache.shards)):
         file = cache._file(number)
@@ -48,11 +50,10 @@ def make(cache: HiddenCache, root: Path, head, name: str) -> None:
         read_N = tensors["lse"] != 0
         last_ND = codec.decode({part: tensors[f"last.{part}"] for part in codec.parts})
         tensors["lse"][read_N] = log_sum_exp(head, last_ND[read_N])
-        manifest = manifest.with_shard(number, write_shard(folder, f"shard-{number:05d}.safetensors", tensors))
+        manifest = manifest.with_shards({number: write_shard(folder, shard_name(number), tensors)})
     for one in (SAMPLES, SPLITS):
-        write_file(folder / one, (cache.folder / one).read_bytes())
+        folder.write(one, cache.folder.read(one))
     manifest.save(folder)
-    (folder / PARTIAL).rmdir()
 
 
 def train(root: Path, out: Path, steps: int, more: list[str]) -> None:
