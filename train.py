@@ -131,14 +131,14 @@ def report(
     from drafters.decoding.measure import Contestant
     from drafters.door import Place, measure_and_write
     from drafters.training.curve import save_curve
-    from drafters.training.loggers import log_report
+    from drafters.training.loggers import REPORT, log_report
 
     save_curve(run.folder)
     drafter = load_drafter(run.drafter, spec=target.spec).to(target.device)
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
     place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]})
     (found,) = measure_and_write(target, contestants, prompts, config, place).values()
-    log_report(run.folder, settings, found, run.folder, prefix="report")
+    log_report(run.folder, settings, found, run.folder, prefix=REPORT)
 
 
 def is_local_sweep() -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from drafters.training.callbacks import CallbackConfig
     from drafters.training.optim import OptimConfig
+    from drafters.training.profiling import ProfilerConfig
 
 __all__ = ["Plan", "check_trainer", "one_line", "place", "read_plan"]
 
@@ -68,6 +69,7 @@ class Plan:
     resume: bool
     warm_start: str | None
     logger: Any
+    profiler: "ProfilerConfig | None" = None
 
 
 def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
@@ -84,6 +86,7 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
             f"drafter: '{drafter[1].name}' has nothing to train; measure it with evaluate.py run={drafter[1].name} "
             "target=NAME, or beside a run with compare="
         )
+    profiler = settings.get("profiler")
     beginning = typed(Beginning, {key: settings[key] for key in ("resume", "warm_start")}, key="")
     return Plan(
         name=str(name),
@@ -98,6 +101,7 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
         resume=beginning.resume,
         warm_start=beginning.warm_start,
         logger=logger,
+        profiler=build_config(profiler, key="profiler")[1] if profiler else None,
     )
 
 
