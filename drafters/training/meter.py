@@ -147,7 +147,7 @@ class ThroughputMeter(Callback):
             self._log(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        if not trainer.is_global_zero or not self.all.steps:
+        if not trainer.is_global_zero or not self.all.seconds > 0:
             return
         facts = self.facts(trainer.world_size)
         write_whole(self.folder / THROUGHPUT, lambda temp: temp.write_text(json.dumps(facts, indent=1) + "\n"))

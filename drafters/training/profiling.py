@@ -40,7 +40,7 @@ class ProfilerConfig:
     with_stack: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("skip_steps", 0), ("warmup_steps", 0), ("steps", 1), ("top", 1)):
+        for name, least in (("skip_steps", 0), ("warmup_steps", 1), ("steps", 1), ("top", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}: got {value}; accepted: {least} or more")
