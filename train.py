@@ -163,7 +163,7 @@ def report(
     from drafters.decoding.measure import Contestant
     from drafters.door import Place, measure_and_write
     from drafters.training.curve import save_curve
-    from drafters.training.loggers import log_report
+    from drafters.training.loggers import REPORT, log_report
 
     if ranks.is_first:
         save_curve(run.folder)
@@ -171,7 +171,7 @@ def report(
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
     place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]}, ranks=ranks)
     for found in measure_and_write(target, contestants, prompts, config, place).values():  # on the first rank
-        log_report(run.folder, settings, found, run.folder, prefix="report")
+        log_report(run.folder, settings, found, run.folder, prefix=REPORT)
 
 
 def is_local_sweep() -> bool:

@@ -3,6 +3,7 @@
 # batches that the trainer has finished, which Lightning counts and saves; nothing else is needed to resume exactly.
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,7 +71,8 @@ def batch_seed(*parts: int | str) -> int:
 
 class StatesLoader:
     """Batches of the samples `indices`, for one rank. Iterating goes on where `finished` says: at that many batches
-    since the start of training. Without it each iteration is the whole of epoch 0, and nothing is shuffled."""
+    since the start of training. Without it each iteration is the whole of epoch 0, and nothing is shuffled. `seconds`
+    counts what reading took, which whoever asks for a batch waits for."""
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class StatesLoader:
         """`rank` is (this rank, number of ranks). Raises DataError when there are fewer samples than ranks."""
         self.source, self.config, self.needs, self.finished = source, config, needs, finished
         self.rank, self.num_ranks = rank
+        self.seconds = 0.0
         if len(indices) < self.num_ranks:
             raise DataError(
                 f"data: {len(indices)} conversations for {self.num_ranks} ranks; each rank needs one of every split: "
@@ -108,7 +111,10 @@ class StatesLoader:
         # Read when asked: a mapped read takes a hundredth of a step, and a thread that runs torch operators brings a
         # second OpenMP pool that takes cores from the first (measured: a third of the training speed on two cores).
         for step in range(first, len(self)):
-            yield self.batch(epoch, step)
+            begin = time.perf_counter()
+            batch = self.batch(epoch, step)
+            self.seconds += time.perf_counter() - begin
+            yield batch
 
     def batch(self, epoch: int, step: int) -> Batch:
         """This rank's part of a step. The steps of an epoch hold every sample once; they are even, `batch_size`

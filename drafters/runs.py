@@ -17,7 +17,7 @@ __all__ = ["SETTINGS", "Run", "claim", "open_run"]
 
 SETTINGS = Path(".hydra") / "settings.json"
 # These may change between a run and its continuation: they do not change what is learned.
-FREE = ("cwd", "name", "outputs", "run_dir", "resume", "logger", "device", "callbacks", "report")
+FREE = ("cwd", "name", "outputs", "run_dir", "resume", "logger", "profiler", "device", "callbacks", "report")
 
 
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.

@@ -28,7 +28,7 @@ def test_a_run_leaves_a_checkpoint_and_a_drafter(tmp_path):
     facts = read_config(tmp_path / "drafter")["provenance"]
     assert facts["seed"] == 0
     assert facts["validation"]["val/accepted_length"] == pytest.approx(run.callback(SaveDrafter).best)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "drafter"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "drafter", "throughput.json"]
 
 
 def test_the_best_validation_is_kept(tmp_path):

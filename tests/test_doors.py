@@ -23,7 +23,7 @@ from drafters.decoding.report import CONTRACT_KEYS
 from drafters.distributed import Ranks
 from drafters.door import door
 from drafters.errors import CheckpointError, ConfigError
-from drafters.training.loggers import log_evaluation
+from drafters.training.loggers import Evaluation, log_evaluation
 from drafters.training.strategies import placement
 from tests.door_world import ROOT, STEPS, contents, same_weights, settings, train_settings
 
@@ -144,7 +144,8 @@ def test_a_run_with_wandb_is_found_again_by_its_evaluations(world, first, tmp_pa
     wandb.run.finish()
     run_id = json.loads((tmp_path / "logged" / ".hydra" / "wandb.json").read_text())["id"]
     assert run.name.endswith(run_id)
-    assert log_evaluation(tmp_path / "logged", to_plain(cfg), {"code/accepted_length": 1.5}, {})
+    evaluation = Evaluation(values={"code/accepted_length": 1.5})
+    assert log_evaluation(tmp_path / "logged", to_plain(cfg), evaluation)
     assert all(path.name.endswith(run_id) for path in (tmp_path / "logged").glob("wandb/offline-run-*"))
 
 
@@ -155,7 +156,8 @@ def test_resume_goes_on_with_a_longer_budget_and_keeps_the_first_report(world, f
         train.train(train_settings(world, *longer))
     train.train(train_settings(world, *longer, "resume=true"))
     assert torch.load(tmp_path / "longer" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == STEPS + 3
-    assert {path.name for path in (tmp_path / "longer").glob("*.json")} == {"report.json", "report.before.json"}
+    files = {path.name for path in (tmp_path / "longer").glob("*.json")}
+    assert files == {"report.json", "report.before.json", "throughput.json"}
 
 
 @pytest.mark.parametrize(("length", "accepted"), [("auto", {1, 2, 3}), ("2", {2})])

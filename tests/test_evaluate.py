@@ -230,11 +230,12 @@ def test_wandb_gets_the_numbers_of_the_runs_that_use_it(world, run, tmp_path, mo
     evaluated(f"compare=[{run},{other},ngram]", *on(world), f"out={tmp_path}/maths")
     reports = Comparison.load(tmp_path / "maths" / "comparison.json").reports
     assert [folder for folder, *_ in logged] == [run, other]
-    for (_, own, values, pictures), name in zip(logged, ("run", "with-wandb"), strict=True):
+    for (_, own, one), name in zip(logged, ("run", "with-wandb"), strict=True):
         assert own["logger"]["_target_"].endswith("CSVLogger")
-        assert values["evaluate/maths/accepted_length"] == reports[name].accepted_length
-        assert values["evaluate/maths/speedup"] == reports[name].speedup
-        assert pictures == {"evaluate/maths/comparison": tmp_path / "maths" / "comparison.png"}
+        assert one.values["evaluate/maths/accepted_length"] == reports[name].accepted_length
+        assert one.values["evaluate/maths/speedup"] == reports[name].speedup
+        assert one.drafter is None
+        assert one.pictures == {"evaluate/maths/comparison": tmp_path / "maths" / "comparison.png"}
 
 
 def test_a_held_out_prompt_without_room_does_not_end_a_run(world, tmp_path):

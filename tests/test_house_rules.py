@@ -44,7 +44,7 @@ TRUNK_IMPORTS = {
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},
     "training/curve.py": {"matplotlib"},
-    "training/loggers.py": {"wandb"},
+    "training/loggers.py": {"matplotlib", "wandb"},
     "weights.py": {"gguf", "huggingface_hub", "safetensors", "transformers"},
 }
 # What a door may not import before it knows what it was asked for: `--cfg job` must answer at once.

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from drafters.training.budget import StepBudget
+from drafters.training.meter import ThroughputMeter
 from drafters.training.optim import OptimConfig
 from drafters.training.probing import AcceptanceProbe, Probe
 from drafters.training.saving import PROBED, LastCheckpoint, SaveDrafter
@@ -64,7 +65,8 @@ class ParameterTable(Callback):
 
 
 class StepProgress(Callback):
-    """A bar over optimizer steps with rate, estimate, loss and the last validation's accepted length."""
+    """A bar over optimizer steps with rate, estimate, loss, the last validation's accepted length, tokens a second and
+    the share of the time that waits for data."""
 
     def __init__(self, console: Console) -> None:
         text = TextColumn("{task.fields[rate]} {task.fields[note]}")
@@ -88,13 +90,17 @@ class StepProgress(Callback):
         step, seconds = trainer.global_step - self._since[0], pl_module.clock.seconds - self._since[1]
         known = (("loss", "train/loss"), ("accepted", "val/accepted_length"), ("greedy", "val/accepted_length_greedy"))
         metrics = trainer.callback_metrics
-        note = " ".join(f"{short} {float(metrics[name]):.3f}" for short, name in known if name in metrics)
+        parts = [f"{short} {float(metrics[name]):.3f}" for short, name in known if name in metrics]
+        if "throughput/tokens_per_second" in metrics:
+            parts.append(f"{float(metrics['throughput/tokens_per_second']):,.0f} tokens/s")
+        if "throughput/data_wait" in metrics:
+            parts.append(f"data wait {float(metrics['throughput/data_wait']):.1%}")
         self._bar.update(
             self._task,
             completed=trainer.global_step,
             total=pl_module.total_steps,
             rate=f"{step / seconds:.2f} steps/s" if step and seconds else "",
-            note=note,
+            note=" ".join(parts),
         )
 
     def on_validation_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
@@ -188,7 +194,8 @@ def build_callbacks(
     if optim.ema_decay is not None:
         # Buffers are copied, not averaged: the mean of two token ids is another token.
         callbacks.append(EMAWeightAveraging(decay=optim.ema_decay, use_buffers=False))
-    callbacks += [StepBudget(), TargetUnchanged(), ParameterTable(console), StepProgress(console)]
+    callbacks += [StepBudget(), TargetUnchanged(), ParameterTable(console)]
+    callbacks += [ThroughputMeter(run, console), StepProgress(console)]
     saver = SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance)
     if probe is not None and config.probe_every_n_steps is not None:
         decoding, sampling = probe

@@ -23,6 +23,8 @@ from drafters.training.loggers import remember_wandb
 from drafters.training.module import DistillModule
 from drafters.training.plan import Plan, one_line
 from drafters.training.probing import Probe
+from drafters.training.profiling import build_profiler
+from drafters.training.run_facts import log_facts
 from drafters.training.saving import TrainingInterrupted
 from drafters.vocab import check_vocab_size
 from drafters.warm_start import begun_from, take_over
@@ -79,7 +81,9 @@ def fit(
             "warm_start": None if plan.warm_start is None else begun_from(plan.warm_start, run),
         },
     )
+    callbacks += build_profiler(plan.profiler, run.folder, optim=plan.optim, console=screen())
     remember_wandb(run.folder, plan.logger)
+    log_facts(run.folder, plan.logger, module)
     fitting = trainer(logger=plan.logger, callbacks=callbacks, default_root_dir=str(run.folder))
     try:
         fitting.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)

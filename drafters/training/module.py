@@ -64,7 +64,8 @@ class DistillModule(LightningModule):
 
     Gradients are those of (sum of losses) / (sum of counts), both over all ranks and accumulated batches, then clipped
     by the Trainer. `requests` are this rank's wishes ("stop", "save"); after the next optimizer step `agreed` holds
-    what any rank wished, the same on all of them. `clock` counts training proper. `total_steps` is the run's length,
+    what any rank wished, the same on all of them. `tallies` are numbers of this rank, to be set before the step's
+    reduction; after it, their sums over all ranks. `clock` counts training proper. `total_steps` is the run's length,
     None until a time budget is measured. `sample_names` are what errors call the samples of a batch, by their ids.
     """
 
@@ -86,6 +87,7 @@ class DistillModule(LightningModule):
         self.clock = Stopwatch()
         self.requests = dict.fromkeys(REQUESTS, False)
         self.agreed = dict.fromkeys(REQUESTS, False)
+        self.tallies: Mapping[str, Tensor | float] = {}
         self._target = _Outside(target_head)
         self._sample_names = sample_names
         self._window = Window()
@@ -144,6 +146,7 @@ class DistillModule(LightningModule):
         named = {n: p.grad for n, p in self.drafter.named_parameters() if p.grad is not None and self._owns_gradients}
         norm = total_norm(named.values())
         sums = self._window.sums | {f"request.{name}": torch.tensor(float(on)) for name, on in self.requests.items()}
+        sums |= {f"tally.{name}": torch.as_tensor(one, dtype=torch.float64) for name, one in self.tallies.items()}
         sums["alarm"] = ~(self._window.finite() & norm.isfinite())
         total = self._sum_over_ranks(sums)
         if total["alarm"]:
@@ -155,6 +158,7 @@ class DistillModule(LightningModule):
             gradient.mul_(scale)
         self.positions += round(count)
         self.agreed = {name: total.pop(f"request.{name}") > 0 for name in REQUESTS}
+        self.tallies = {name: total.pop(f"tally.{name}") for name in self.tallies}
         self._window = Window()
         self._log_step(total, count, float(norm) * scale if self._owns_gradients else None, optimizer)
 

@@ -15,6 +15,7 @@ from drafters.heads.base import Drafter
 if TYPE_CHECKING:
     from drafters.training.callbacks import CallbackConfig
     from drafters.training.optim import OptimConfig
+    from drafters.training.profiling import ProfilerConfig
 
 __all__ = ["Plan", "check_trainer", "one_line", "read_plan"]
 
@@ -64,6 +65,7 @@ class Plan:
     resume: bool
     warm_start: str | None
     logger: Any
+    profiler: "ProfilerConfig | None" = None
 
 
 def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
@@ -80,6 +82,7 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
             f"drafter: '{drafter[1].name}' has nothing to train; measure it with evaluate.py run={drafter[1].name} "
             "target=NAME, or beside a run with compare="
         )
+    profiler = settings.get("profiler")
     beginning = typed(Beginning, {key: settings[key] for key in ("resume", "warm_start")}, key="")
     return Plan(
         name=str(name),
@@ -94,6 +97,7 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
         resume=beginning.resume,
         warm_start=beginning.warm_start,
         logger=logger,
+        profiler=build_config(profiler, key="profiler")[1] if profiler else None,
     )
 
 
