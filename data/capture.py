@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drafters.cache import HiddenCache
     from drafters.cache_writer import CaptureConfig, Estimate
     from drafters.chat import ChatEncoder, EncodeReport
+    from drafters.distributed import Ranks
     from drafters.target import FrozenTarget
     from drafters.types import Conversation, Example
 
@@ -107,17 +108,45 @@ class CaptureBar:
 
 
 def run(cfg: DictConfig) -> None:
-    """Load the target, encode the source, capture, and say what there is."""
+    """Load the target and capture; of processes that share a target's layers, the first one does, the others help."""
+    from drafters.config import to_plain
+    from drafters.distributed import leave
+    from drafters.door import load_target
+    from drafters.tensor_parallel import follow, leading, split_ranks
+
+    node = to_plain(cfg.target)
+    with split_ranks(node.get("tp_plan")) as ranks:
+        if not ranks.is_first:
+            ranks.barrier()  # the first one fetches and unpacks what is not there yet
+            follow(load_target(node, device=cfg.device, is_split=True), ranks)
+        else:
+            fetch(node, ranks)
+            target = load_target(node, device=cfg.device, is_split=True)
+            with leading(target, ranks):
+                keep_states(cfg, target)
+    if ranks.size > 1:
+        leave()
+
+
+def fetch(node: Mapping[str, Any], ranks: "Ranks") -> None:
+    """Have the weights here before other processes ask for them."""
+    from drafters.weights import resolve
+
+    if ranks.size > 1:
+        resolve(node["weights"], sha256=node.get("sha256"))
+        ranks.barrier()
+
+
+def keep_states(cfg: DictConfig, target: "FrozenTarget") -> None:
+    """Encode the source, capture, and say what there is."""
     from data.sources import DataConfig, load_splits
     from drafters.cache_writer import CaptureConfig
     from drafters.chat import ChatEncoder
-    from drafters.config import build_config, to_plain, typed
-    from drafters.door import load_target
+    from drafters.config import build_config, typed
 
     config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
     _, source = build_config(cfg.source, key="source")
     parts = load_splits(source, validation=data.validation, seed=data.seed)
-    target = load_target(to_plain(cfg.target), device=cfg.device)
     encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
     splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
     for name, report in reports.items():

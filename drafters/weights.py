@@ -76,10 +76,11 @@ def hub_id(weights: str) -> str | None:
     return weights.partition("@")[0] if is_id and not Path(weights).is_dir() else None
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The causal LM in `folder`, frozen, in eval mode. Raises CheckpointError when it cannot be loaded."""
+def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """The causal LM in `folder`, frozen, in eval mode; `options` are those of transformers' `from_pretrained`. Raises
+    CheckpointError when it cannot be loaded."""
     try:
-        return _pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+        return _pretrained(folder, dtype=dtype, **options).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"target.weights: cannot load {folder}: {_first_line(error)}") from error
 
