@@ -2,8 +2,10 @@
 # on where it was; finished, it says where the states are. train.py calls the same functions.
 #
 #     python -m data.capture source=jsonl source.path=FILE
+#     python -m data.capture source=jsonl source.path=FILE plan=true    says what it would cost, and loads no weights
 
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,20 +25,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureBar", "capture_states", "encode_splits"]
 
+RATED_TOKENS = 8192  # a rate of fewer says little
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
 def encode_splits(
-    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder", *, weights_hash: str
+    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder", *, weights_hash: str | None
 ) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
     """Examples and reports of the splits `train` and `validation`, given as conversations.
 
-    Warns of answers that say they are not those of the target with this hash. Raises DataError when a split has
+    Warns of answers that say they are not those of the target with this hash, where it is known. Raises DataError when a split has
     conversations but no supervised token.
     """
     from drafters.chat import EncodeReport, encode_all
 
-    _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
+    if weights_hash is not None:
+        _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
     splits: dict[str, list[Example]] = {}
     reports: dict[str, EncodeReport] = {}
     for name, conversations in zip(("train", "validation"), parts, strict=True):
@@ -76,8 +80,22 @@ def capture_states(
         max_length=encoder.max_length,
         codec=config.codec,
     )
+    folder = cache_folder(config, key)
     with CaptureBar() as watcher:
-        return capture(target, splits, cache_folder(config, key), key=key, config=config, watcher=watcher)
+        cache = capture(target, splits, folder, key=key, config=config, watcher=watcher)
+    if (rate := watcher.rate()) is not None:
+        _remember(rate, target, folder.parent)
+    return cache
+
+
+def _remember(rate: float, target: "FrozenTarget", root: Path) -> None:
+    """For the next plan; a capture does not fail for it."""
+    from drafters.planning import Rates
+
+    try:
+        Rates(root).add(target.spec, target.device, rate)
+    except OSError as error:
+        warnings.warn(f"cache: the rate of this capture was not kept in {root}: {error.strerror}", stacklevel=3)
 
 
 class CaptureBar:
@@ -86,6 +104,8 @@ class CaptureBar:
     def __init__(self) -> None:
         self._open = ExitStack()
         self._bar: Any = None
+        self._started = 0.0
+        self._laps: list[tuple[float, int]] = []  # seconds since the start, tokens done
 
     def __enter__(self) -> "CaptureBar":
         return self
@@ -102,9 +122,19 @@ class CaptureBar:
             f"about {max(1, round(estimate.seconds / 60))} min\n"
         )
         self._bar = self._open.enter_context(progress_bar("capture", unit="tokens/s"))
+        self._started = time.perf_counter()
 
     def advance(self, done: int, total: int, tokens: int) -> None:
         self._bar(done, total, tokens)
+        self._laps.append((time.perf_counter() - self._started, done))
+
+    def rate(self) -> float | None:
+        """Tokens a second, writing included, of all batches but the first, which was made before the estimate; None
+        of a capture too small to tell."""
+        if len(self._laps) < 2 or self._laps[-1][1] < RATED_TOKENS:
+            return None
+        (_, first), (seconds, done) = self._laps[0], self._laps[-1]
+        return (done - first) / seconds
 
 
 def run(cfg: DictConfig) -> None:
@@ -160,7 +190,12 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
-        run(cfg)
+        if cfg.plan:
+            from data.plan import plan_capture
+
+            plan_capture(cfg)
+        else:
+            run(cfg)
 
 
 if __name__ == "__main__":

