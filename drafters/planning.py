@@ -7,7 +7,7 @@ import platform
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,8 +146,8 @@ def random_batch(examples: Sequence[Example], spec: TargetSpec, needs: Needs, ge
 
 def _drafter(kind: tuple[Any, Any], spec: TargetSpec) -> "Drafter":
     cls, config = kind
-    size = getattr(config, "draft_vocab_size", None) if hasattr(config, "draft_vocab_size") else None
-    drafter: Drafter = cls.from_tensors(config, spec, {} if size is None else {STORED: torch.arange(size)})
+    size = asdict(config).get("draft_vocab_size")
+    drafter: Drafter = cls.from_tensors(config, spec, {} if size is None else {STORED: torch.arange(size, device="cpu")})
     return drafter
 
 

@@ -41,6 +41,7 @@ TRUNK_IMPORTS = {
     "scheduling/sweep.py": {"matplotlib"},
     "kv_cache.py": {"transformers"},
     "target.py": {"safetensors", "transformers"},
+    "target_loading.py": {"accelerate", "transformers"},
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},
     "training/curve.py": {"matplotlib"},

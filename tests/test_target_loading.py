@@ -36,9 +36,12 @@ NEEDS = Needs(layer_ids=(0, 2, 3), last=True)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def folder(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
+    return make_folder(tmp_path_factory.mktemp("target"), is_tied=request.param)
+
+
+def make_folder(folder, *, is_tied):
     tokenizer = tiny_tokenizer("chatml")
-    tiny_llama(vocab_size=len(tokenizer) + len(tokenizer) % 2, tie_word_embeddings=request.param).save_pretrained(
+    tiny_llama(vocab_size=len(tokenizer) + len(tokenizer) % 2, tie_word_embeddings=is_tied).save_pretrained(
         folder
     )
     tokenizer.save_pretrained(folder)
@@ -145,7 +148,8 @@ def torchrun(*command):
     )
 
 
-def test_a_target_split_over_two_processes_captures_the_same_states(folder, tmp_path):
+def test_a_target_split_over_two_processes_captures_the_same_states(tmp_path):
+    folder = make_folder(tmp_path, is_tied=True)
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "Tool?"}, {"role": "assistant", "content": "The sky is blue. Be kind."}]
     write_rows(
@@ -169,7 +173,8 @@ def test_a_target_split_over_two_processes_captures_the_same_states(folder, tmp_
         torch.testing.assert_close(mine[i].lse_T, others[i].lse_T, rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_of_the_process_that_leads_ends_all_with_one_message(folder, tmp_path):
+def test_an_error_of_the_process_that_leads_ends_all_with_one_message(tmp_path):
+    folder = make_folder(tmp_path, is_tied=False)
     given = [f"target.{name}={value}" for name, value in node(folder).items()]
     done = torchrun(
         *("-m", "data.capture", *given, "target.sha256=null", "target.layer_ids=[0,9]", "target.tp_plan=auto"),
@@ -177,6 +182,3 @@ def test_an_error_of_the_process_that_leads_ends_all_with_one_message(folder, tm
     )
     assert done.returncode != 0
     assert done.stderr.count("error: cache.layer_ids: layer 9 is out of range") == 1
-    assert "Traceback" not in done.stderr.partition("ChildFailedError")[0].replace(
-        "Traceback (most recent call last)", "", 1
-    )
