@@ -147,7 +147,9 @@ def random_batch(examples: Sequence[Example], spec: TargetSpec, needs: Needs, ge
 def _drafter(kind: tuple[Any, Any], spec: TargetSpec) -> "Drafter":
     cls, config = kind
     size = asdict(config).get("draft_vocab_size")
-    drafter: Drafter = cls.from_tensors(config, spec, {} if size is None else {STORED: torch.arange(size, device="cpu")})
+    drafter: Drafter = cls.from_tensors(
+        config, spec, {} if size is None else {STORED: torch.arange(size, device="cpu")}
+    )
     return drafter
 
 

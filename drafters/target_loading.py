@@ -95,7 +95,7 @@ def _check_names(device_map: Mapping[str, Any], model: nn.Module) -> None:
     modules = {name for name, _ in model.named_modules()}
     for name in device_map:
         if name not in modules:
-            known = ", ".join(sorted(one for one in modules if one.count(".") == 1 or one and "." not in one))
+            known = ", ".join(sorted(one for one in modules if one.count(".") == 1 or (one and "." not in one)))
             raise ConfigError(
                 f"target.device_map.{name}: no such module; accepted: '' (all), {known}, and those in them"
             )

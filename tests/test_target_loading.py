@@ -41,9 +41,7 @@ def folder(request, tmp_path_factory):
 
 def make_folder(folder, *, is_tied):
     tokenizer = tiny_tokenizer("chatml")
-    tiny_llama(vocab_size=len(tokenizer) + len(tokenizer) % 2, tie_word_embeddings=is_tied).save_pretrained(
-        folder
-    )
+    tiny_llama(vocab_size=len(tokenizer) + len(tokenizer) % 2, tie_word_embeddings=is_tied).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -128,11 +126,11 @@ def test_a_wrong_placement_is_one_error(folder, placed, device, said):
 
 def test_a_tensor_parallel_plan_needs_processes(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="target.tp_plan: got 'auto', but there is one process; start .*torchrun"):
+    with pytest.raises(ConfigError, match=r"target.tp_plan: got 'auto', but there is one process; start .*torchrun"):
         Placement("cpu", tp_plan="auto")
-    with pytest.raises(ConfigError, match="target.tp_plan: got 'colwise'; accepted: null, auto"):
+    with pytest.raises(ConfigError, match=r"target.tp_plan: got 'colwise'; accepted: null, auto"):
         Placement("cpu", tp_plan="colwise")
-    with pytest.raises(ConfigError, match="target.tp_plan: given beside target.device_map"):
+    with pytest.raises(ConfigError, match=r"target.tp_plan: given beside target.device_map"):
         Placement("cpu", tp_plan="auto", device_map="auto")
 
 
