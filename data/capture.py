@@ -34,8 +34,8 @@ def encode_splits(
 ) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
     """Examples and reports of the splits `train` and `validation`, given as conversations.
 
-    Warns of answers that say they are not those of the target with this hash, where it is known. Raises DataError when a split has
-    conversations but no supervised token.
+    Warns of answers that say they are not those of the target with this hash, where it is known. Raises
+    DataError when a split has conversations but no supervised token.
     """
     from drafters.chat import EncodeReport, encode_all
 

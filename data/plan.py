@@ -1,5 +1,5 @@
-# What a capture and the training after it will cost, before either: `python -m data.capture plan=true` with the settings
-# of the capture. Only the target's config and tokenizer are needed, so a target that fits no machine here can be planned.
+# What a capture and the training after it will cost, before either: `python -m data.capture plan=true` with the
+# settings of the capture. It needs the target's config and tokenizer alone, so a target of any size can be planned.
 
 import shutil
 from collections.abc import Mapping, Sequence

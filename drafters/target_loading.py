@@ -1,5 +1,5 @@
-# How a target comes into memory where one device does not hold it: its layers spread over devices and disk (accelerate's
-# `device_map`), or each of them split over processes (the tensor-parallel plan of transformers). What drafters read of
+# How a target comes into memory where one device does not hold it: its layers spread over devices and disk (`device_map`
+# of accelerate), or each of them split over processes (the tensor-parallel plan of transformers). What drafters read of
 # it, its embedding and output rows, is made whole on one device: the one that inputs go to.
 
 import os
@@ -146,9 +146,9 @@ def head_is_tied(model: Any) -> bool:
     embedding, head = (one.weight for one in (model.get_input_embeddings(), model.get_output_embeddings()))
     if head is embedding:
         return True
-    if type(head) is type(embedding) is nn.Parameter and "meta" not in (head.device.type, embedding.device.type):
-        if head.device == embedding.device:
-            return bool(head.data_ptr() == embedding.data_ptr())
+    is_loaded = type(head) is type(embedding) is nn.Parameter and head.device.type != "meta"
+    if is_loaded and head.device == embedding.device:
+        return bool(head.data_ptr() == embedding.data_ptr())
     return bool(model.config.get_text_config().tie_word_embeddings)
 
 
