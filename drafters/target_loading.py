@@ -1,5 +1,5 @@
-# How a target comes into memory where one device does not hold it: its layers spread over devices and disk (`device_map`
-# of accelerate), or each of them split over processes (the tensor-parallel plan of transformers). What drafters read of
+# How a target comes into memory where one device does not hold it: its layers spread over devices and disk (accelerate,
+# `device_map`), or each of them split over processes (the tensor-parallel plan of transformers). What drafters read of
 # it, its embedding and output rows, is made whole on one device: the one that inputs go to.
 
 import os
