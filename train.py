@@ -40,6 +40,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     from drafters.training.module import DistillModule
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
+    from drafters.weights import resolve
 
     ranks = ranks or Ranks()
     plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
@@ -52,9 +53,11 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         warm_start = plan.warm_start if run.checkpoint is None else None
         if warm_start is not None:
             folder_of(warm_start)
-        parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         with ranks.first_goes_first():
-            target = load_target(settings["target"], device=ranks.device(cfg.device))
+            parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
+        with ranks.first_goes_first():
+            resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
+        target = load_target(settings["target"], device=ranks.device(cfg.device))
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)

@@ -3,8 +3,10 @@
 #
 #     python -m data.capture source=jsonl source.path=FILE
 #     torchrun --nproc-per-node=8 -m data.capture source=jsonl source.path=FILE      (see docs/cache.md)
+#     python -m data.capture source=jsonl source.path=FILE plan=true    says what it would cost, and loads no weights
 
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
+    from data.sources import DataConfig, SourceConfig
     from drafters.cache import HiddenCache
     from drafters.cache_writer import CaptureConfig, Estimate
     from drafters.chat import ChatEncoder, EncodeReport
@@ -24,20 +27,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureBar", "capture_states", "encode_splits"]
 
+RATED_TOKENS = 8192  # a rate of fewer says little
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
 def encode_splits(
-    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder", *, weights_hash: str
+    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder", *, weights_hash: str | None
 ) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
     """Examples and reports of the splits `train` and `validation`, given as conversations.
 
-    Warns of answers that say they are not those of the target with this hash. Raises DataError when a split has
-    conversations but no supervised token.
+    Warns of answers that say they are not those of the target with this hash, where it is known. Raises
+    DataError when a split has conversations but no supervised token.
     """
     from drafters.chat import EncodeReport, encode_all
 
-    _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
+    if weights_hash is not None:
+        _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
     splits: dict[str, list[Example]] = {}
     reports: dict[str, EncodeReport] = {}
     for name, conversations in zip(("train", "validation"), parts, strict=True):
@@ -72,9 +77,9 @@ def capture_states(
     from drafters.cache import CacheKey
     from drafters.cache_writer import Crew, cache_folder, capture
     from drafters.distributed import Ranks
+    from drafters.storage import LocalFolder
 
     ranks = ranks or Ranks()
-
     key = CacheKey.of(
         target.spec,
         [example for split in splits.values() for example in split],
@@ -82,9 +87,23 @@ def capture_states(
         max_length=encoder.max_length,
         codec=config.codec,
     )
+    folder = cache_folder(config, key)
     with CaptureBar() as bar:
         crew = Crew(ranks=ranks, watcher=bar if ranks.is_first else None)
-        return capture(target, splits, cache_folder(config, key), key=key, config=config, crew=crew)
+        cache = capture(target, splits, folder, key=key, config=config, crew=crew)
+    if (rate := bar.rate()) is not None and isinstance(folder, LocalFolder):
+        _remember(rate / ranks.size, target, folder.path.parent)
+    return cache
+
+
+def _remember(rate: float, target: "FrozenTarget", root: Path) -> None:
+    """For the next plan; a capture does not fail for it."""
+    from drafters.planning import Rates
+
+    try:
+        Rates(root).add(target.spec, target.device, rate)
+    except OSError as error:
+        warnings.warn(f"cache: the rate of this capture was not kept in {root}: {error.strerror}", stacklevel=3)
 
 
 class CaptureBar:
@@ -93,6 +112,8 @@ class CaptureBar:
     def __init__(self) -> None:
         self._open = ExitStack()
         self._bar: Any = None
+        self._started = 0.0
+        self._laps: list[tuple[float, int]] = []  # seconds since the start, tokens done
 
     def __enter__(self) -> "CaptureBar":
         return self
@@ -110,44 +131,68 @@ class CaptureBar:
             f"{estimate.num_bytes / 1e9:.2f} GB{free}, about {max(1, round(estimate.seconds / 60))} min{crew}\n"
         )
         self._bar = self._open.enter_context(progress_bar("capture", unit="tokens/s"))
+        self._started = time.perf_counter()
 
     def advance(self, done: int, total: int, tokens: int) -> None:
         self._bar(done, total, tokens)
+        self._laps.append((time.perf_counter() - self._started, done))
+
+    def rate(self) -> float | None:
+        """Tokens a second, writing included, of all batches but the first, which was made before the estimate; None
+        of a capture too small to tell."""
+        if len(self._laps) < 2 or self._laps[-1][1] < RATED_TOKENS:
+            return None
+        (_, first), (seconds, done) = self._laps[0], self._laps[-1]
+        return (done - first) / seconds
 
 
 def run(cfg: DictConfig) -> None:
-    """Load the target, encode the source, capture, and say what there is: one process, or as many as share the work."""
+    """Load the target, encode the source, capture, and say what there is: one process, as many as share the work, or
+    as many as share the target's layers, of which the first one does it and the others help."""
+    from data.sources import DataConfig
+    from drafters.cache_writer import CaptureConfig
+    from drafters.config import build_config, to_plain, typed
     from drafters.distributed import Ranks, leave
+    from drafters.door import load_target, only_first_speaks
+    from drafters.tensor_parallel import follow, leading
+    from drafters.weights import resolve
 
+    config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
+    _, source = build_config(cfg.source, key="source")
+    node = to_plain(cfg.target)
     with Ranks.from_environment() as ranks:
-        _capture(cfg, ranks)
+        only_first_speaks(ranks)
+        with ranks.first_goes_first():
+            resolve(node["weights"], sha256=node.get("sha256"))
+        is_split, device = node.get("tp_plan") is not None, ranks.device(cfg.device)
+        target = load_target(node, device=cfg.device if is_split else device, is_split=True)
+        if not is_split or ranks.size == 1:
+            keep_states(target, source, data, config, ranks)
+        elif ranks.is_first:
+            with leading(target, ranks):
+                keep_states(target, source, data, config, Ranks())
+        else:
+            follow(target, ranks)
     if ranks.size > 1:
         leave()
 
 
-def _capture(cfg: DictConfig, ranks: "Ranks") -> None:
-    from data.sources import DataConfig, load_splits
-    from drafters.cache_writer import CaptureConfig
+def keep_states(
+    target: "FrozenTarget", source: "SourceConfig", data: "DataConfig", config: "CaptureConfig", ranks: "Ranks"
+) -> None:
+    """Encode the source, capture, and say what there is."""
+    from data.sources import load_splits
     from drafters.chat import ChatEncoder
-    from drafters.config import build_config, to_plain, typed
-    from drafters.door import load_target
+    from drafters.door import say
 
-    config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
-    _, source = build_config(cfg.source, key="source")
-    if not ranks.is_first:
-        ranks.barrier()  # the first one fetches and unpacks what is not there yet
-    parts = load_splits(source, validation=data.validation, seed=data.seed)
-    target = load_target(to_plain(cfg.target), device=ranks.device(cfg.device))
-    if ranks.is_first:
-        ranks.barrier()
+    with ranks.first_goes_first():
+        parts = load_splits(source, validation=data.validation, seed=data.seed)
     encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
     splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
-    if ranks.is_first:
-        for name, report in reports.items():
-            print(f"{name}: {report.summary()}")
+    for name, report in reports.items():
+        say(f"{name}: {report.summary()}")
     cache = capture_states(target, splits, config, encoder=encoder, ranks=ranks)
-    if ranks.is_first:
-        print(f"states of {len(cache):,} conversations, layers {list(cache.layer_ids)}: {cache.folder}")
+    say(f"states of {len(cache):,} conversations, layers {list(cache.layer_ids)}: {cache.folder}")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="capture")
@@ -155,7 +200,12 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
-        run(cfg)
+        if cfg.plan:
+            from data.plan import plan_capture
+
+            plan_capture(cfg)
+        else:
+            run(cfg)
 
 
 if __name__ == "__main__":

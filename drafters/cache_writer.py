@@ -23,6 +23,7 @@ from drafters.cache_plan import ShardPlan, plan_shards
 from drafters.cache_records import read_record, record_name, shard_name, write_record, write_shard
 from drafters.codecs import find_codec
 from drafters.errors import DataError
+from drafters.planning import stored_bytes
 from drafters.spec import check_layer_ids
 from drafters.states import log_sum_exp, predicts, target_states
 from drafters.storage import Folder, LocalFolder, open_folder
@@ -238,13 +239,11 @@ class _Job:
         return len(batch) * max(len(self.examples[i].tokens_T) for i in batch)
 
     def num_bytes(self, shards: Sequence[int]) -> int:
-        state = self.codec.row_bytes(self.manifest.hidden_size)
-        row = len(self.manifest.layer_ids) * state
-        row += torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
         samples = [i for number in shards for i in self.plans[number].samples]
         tokens, masks = self.num_tokens(samples), (self.examples[i].loss_mask_T for i in samples)
         last = tokens if self.manifest.last == ALL else sum(int(predicts(mask_T).sum()) for mask_T in masks)
-        return row * tokens + state * last
+        sizes = {"hidden_size": self.manifest.hidden_size, "num_layers": len(self.manifest.layer_ids)}
+        return stored_bytes(self.codec, num_tokens=tokens, num_last=last, **sizes)
 
 
 class _Writing:

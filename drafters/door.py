@@ -43,7 +43,8 @@ __all__ = [
     "screen",
 ]
 
-TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids")
+TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids", "device_map", "tp_plan")
+PLACED = ("device_map", "tp_plan")
 PIPE_WIDTH = 120  # columns where the output is no terminal
 # Through these Lightning tells everybody of products, absent devices and tips. Its warnings use `warnings` and stay.
 CHATTER = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
@@ -189,15 +190,34 @@ def say(text: Any) -> None:
     screen().print(text, highlight=False, markup=False, soft_wrap=isinstance(text, str))
 
 
-def load_target(node: Mapping[str, Any], *, device: str | None) -> "FrozenTarget":
-    """The target that a node of conf/target describes, checked. Raises ConfigError for an unknown setting."""
-    from drafters.target import FrozenTarget
-
+def check_target_keys(node: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an unknown setting of a node of conf/target."""
     for name in node:
         if name not in TARGET_KEYS:
             raise ConfigError(f"target.{name}: unknown setting; accepted: {', '.join(TARGET_KEYS)}")
-    chosen = {name: node[name] for name in TARGET_KEYS if name in node and name != "layer_ids"}
-    return FrozenTarget.load(**chosen, device=pick_device(device))
+
+
+def load_target(node: Mapping[str, Any], *, device: str | None, is_split: bool = False) -> "FrozenTarget":
+    """The target that a node of conf/target describes, checked. `is_split`: whether the caller leads the processes of a
+    `tp_plan`. Raises ConfigError for an unknown setting, and for two that contradict each other."""
+    from drafters.target import FrozenTarget
+    from drafters.target_loading import Placement
+
+    check_target_keys(node)
+    device_map, tp_plan = (node.get(name) for name in PLACED)
+    if tp_plan is not None and not is_split:
+        raise ConfigError(
+            f"target.tp_plan: got '{tp_plan}', which only python -m data.capture (under torchrun) works with; "
+            "accepted here: null; target.device_map=auto spreads the layers"
+        )
+    if device is not None and (device_map is not None or tp_plan is not None):
+        name = "device_map" if tp_plan is None else "tp_plan"
+        raise ConfigError(
+            f"device: got '{device}', but target.{name} says where the weights lie; leave one of them null"
+        )
+    placement = Placement(pick_device(device), device_map=device_map, tp_plan=tp_plan)
+    chosen = {name: node[name] for name in TARGET_KEYS if name in node and name not in ("layer_ids", *PLACED)}
+    return FrozenTarget.load(**chosen, device=placement)
 
 
 def measure_and_write(

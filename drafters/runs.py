@@ -17,7 +17,10 @@ __all__ = ["SETTINGS", "Run", "claim", "open_run"]
 
 SETTINGS = Path(".hydra") / "settings.json"
 # These may change between a run and its continuation: they do not change what is learned.
-FREE = ("cwd", "name", "outputs", "run_dir", "resume", "logger", "profiler", "device", "callbacks", "report")
+FREE = (
+    *("cwd", "name", "outputs", "run_dir", "resume", "logger", "profiler", "device", "callbacks", "report"),
+    *("target.device_map", "target.tp_plan"),
+)
 
 
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
@@ -157,7 +160,8 @@ def _read_settings(run: Run) -> dict[str, Any] | None:
 def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
     if isinstance(before, dict) and isinstance(after, dict):
         for name in before.keys() | after.keys():
-            if key or name not in FREE:
-                yield from _differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+            path = f"{key}.{name}" if key else name
+            if path not in FREE:
+                yield from _differences(before.get(name), after.get(name), path)
     elif before != after:
         yield key, json.dumps(before), json.dumps(after)

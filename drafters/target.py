@@ -18,10 +18,11 @@ from drafters.errors import CheckpointError, ConfigError
 from drafters.files import save_tensors
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec, check_layer_ids
+from drafters.target_loading import Placement, WholeTensors, head_tensors, outline
 from drafters.target_probe import check, read_spec
 from drafters.tree_pass import CANNOT, Pattern, check_trees, layer_patterns, tree_depths, tree_masks
 from drafters.types import Needs, States, StepOutput
-from drafters.weights import fingerprint, load_model, load_tokenizer, resolve
+from drafters.weights import fingerprint, load_tokenizer, resolve, resolve_outline
 
 __all__ = ["FrozenTarget", "TargetHead"]
 
@@ -108,11 +109,8 @@ class FrozenTarget:
         self.tokenizer = tokenizer
         self.spec = spec
         self.decoder: Any = self.model.get_decoder()
-        self.head = TargetHead(
-            spec,
-            embedding_VD=self.model.get_input_embeddings().weight,
-            lm_head_VD=self.model.get_output_embeddings().weight,
-        )
+        embedding_VD, lm_head_VD = head_tensors(model)
+        self.head = TargetHead(spec, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
         config = self.model.config.get_text_config()
         self._sliding = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
         # transformers renamed the argument of decoders in 5.x; both spellings are served.
@@ -130,7 +128,7 @@ class FrozenTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Where tokens go, states come back and the head is; layers may lie elsewhere."""
         return self.head.embedding_VD.device
 
     @classmethod
@@ -142,17 +140,18 @@ class FrozenTarget:
         dtype: str = "bfloat16",
         mask_token: str | int | None = None,
         name: str | None = None,
-        device: torch.device | str = "cpu",
+        device: Placement | torch.device | str = "cpu",
     ) -> "FrozenTarget":
-        """Fetch, load and check a target; `name` is for people, `weights` when not given.
+        """Fetch, load and check a target; `name` is for people, `weights` when not given; `device` is one device, or a
+        `Placement` over several.
 
         Raises ConfigError or CheckpointError with the key at fault.
         """
-        if dtype not in DTYPES:
-            raise ConfigError(f"target.dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
+        kept_as = dtype_of(dtype)
         folder = resolve(weights, sha256=sha256)
         tokenizer = load_tokenizer(str(folder))
-        model = load_model(folder, dtype=DTYPES[dtype]).to(device)
+        placement = device if isinstance(device, Placement) else Placement(device)
+        model = placement.load(folder, kept_as)
         return cls.from_model(
             model,
             tokenizer=tokenizer,
@@ -160,6 +159,19 @@ class FrozenTarget:
             weights_hash=fingerprint(folder),
             name=name or weights,
         )
+
+    @classmethod
+    def outline(
+        cls, weights: str, *, dtype: str, mask_token: str | int | None = None, **given: str | None
+    ) -> "FrozenTarget":
+        """A target without weights, which need not be there, on the meta device: sizes, modules and tokenizer. `given`:
+        `sha256` and `name` as for `load`. Raises what `load` raises."""
+        folder = resolve_outline(weights, sha256=given.get("sha256"))
+        tokenizer = load_tokenizer(str(folder))
+        model = outline(folder).to(dtype_of(dtype))
+        mask = mask_id(mask_token, tokenizer, model.config.get_text_config().vocab_size)
+        spec = read_spec(model, mask_token_id=mask, is_outline=True)
+        return cls(model, tokenizer=tokenizer, spec=replace(spec, name=given.get("name") or weights))
 
     @classmethod
     def from_model(
@@ -184,6 +196,10 @@ class FrozenTarget:
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] as they enter the first layer."""
         return self.head.embed(tokens)
+
+    def tensors(self) -> WholeTensors:
+        """The model's tensors by name, complete wherever they lie."""
+        return WholeTensors(self.model)
 
     @torch.inference_mode()
     def states(self, tokens_BT: Tensor, *, needs: Needs, lengths_B: Tensor | None = None) -> States:
@@ -312,7 +328,7 @@ class FrozenTarget:
 
     def _forward(self, needs: Needs, **inputs: Any) -> tuple[Tensor, Tensor | None]:
         with self.capture(needs.layer_ids) as captured:
-            last: Tensor = self.decoder(**inputs).last_hidden_state
+            last: Tensor = self.decoder(**inputs).last_hidden_state.to(self.device)
         aux = [captured[layer] for layer in needs.layer_ids]
         return last, torch.stack(aux, dim=2) if aux else None
 
@@ -320,9 +336,9 @@ class FrozenTarget:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             state_BSD = output[0] if isinstance(output, tuple) else output
             if index in self._wanted:
-                self._captured[index] = state_BSD
+                self._captured[index] = state_BSD.to(self.device)
             if index == self._exit_layer:
-                raise _Exit(state_BSD)
+                raise _Exit(state_BSD.to(self.device))
 
         return keep
 
@@ -337,6 +353,13 @@ class FrozenTarget:
             return args, {**kwargs, "attention_mask": self._masks[self._patterns[index]]}
 
         return put
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ConfigError for a dtype that targets are not kept in."""
+    if name not in DTYPES:
+        raise ConfigError(f"target.dtype: got '{name}'; accepted: {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def mask_id(mask_token: str | int | None, tokenizer: Any, vocab_size: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafters.errors import ConfigError
 from drafters.spec import TargetSpec
+from drafters.target_loading import head_is_tied, head_tensors, input_device
 from drafters.types import Needs
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @torch.inference_mode()
-def read_spec(model: Any, *, mask_token_id: int) -> TargetSpec:
-    """The target's numbers, without template and weights hashes. Raises ConfigError for a model that does not fit."""
+def read_spec(model: Any, *, mask_token_id: int, is_outline: bool = False) -> TargetSpec:
+    """The target's numbers, without template and weights hashes. An outline is a model without weights: its two scales,
+    which are measured, are 1 then. Raises ConfigError for a model that does not fit."""
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     _check_kind(model, config, mask_token_id)
@@ -32,7 +34,7 @@ def read_spec(model: Any, *, mask_token_id: int) -> TargetSpec:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     theta, inv_freq, scaling = rope_numbers(config, head_dim=head_dim)
     softcap = getattr(config, "final_logit_softcapping", None)
-    embed_scale, logit_scale = _measure_scales(model, softcap)
+    embed_scale, logit_scale = (1.0, 1.0) if is_outline else _measure_scales(model, softcap)
     eos = model.generation_config.eos_token_id
     eos = config.eos_token_id if eos is None else eos
     return TargetSpec(
@@ -48,7 +50,7 @@ def read_spec(model: Any, *, mask_token_id: int) -> TargetSpec:
         rope_inv_freq=inv_freq,
         rope_scaling=scaling,
         max_position=int(config.max_position_embeddings),
-        tied_head=head.weight.data_ptr() == embedding.weight.data_ptr(),
+        tied_head=head_is_tied(model),
         logit_scale=logit_scale,
         logit_softcap=None if softcap is None else float(softcap),
         embed_scale=embed_scale,
@@ -120,11 +122,15 @@ def check(target: "FrozenTarget") -> None:
         out = target.model(tokens_BT, output_hidden_states=True, use_cache=False)
     # The same pass, so these are equal to the bit, or else another layer's.
     for layer in layers[:-1]:
-        expected = out.hidden_states[layer + 1]
+        expected = out.hidden_states[layer + 1].to(target.device)
         if layer not in captured or not torch.equal(captured[layer], expected):
             raise _failed(f"captured layer {layer} is not hidden_states[{layer + 1}]")
     if norm := getattr(target.decoder, "norm", None):
-        close(norm(captured[layers[-1]]), out.hidden_states[-1], "the normed last layer and hidden_states[-1]")
+        close(
+            norm(captured[layers[-1]]).to(target.device),
+            out.hidden_states[-1],
+            "the normed last layer and hidden_states[-1]",
+        )
     close(target.embed(tokens_BT), out.hidden_states[0], "embed(tokens) and hidden_states[0]")
     last_BTD = target.states(tokens_BT, needs=Needs(last=True)).last_BTD
     single = target.states(tokens_BT[1:, :5], needs=Needs(last=True)).last_BTD
@@ -144,13 +150,14 @@ def _check_cache(target: "FrozenTarget", tokens_BT: Tensor, logits_BTV: Tensor) 
     cache.rollback(kept_B)
     index_BS = kept_B[:, None] + torch.arange(4, device=tokens_BT.device)
     got_BSV = target.step(tokens_BT.gather(1, index_BS), cache).logits_BSV
-    expected_BSV = logits_BTV.gather(1, index_BS[:, :, None].expand(-1, -1, logits_BTV.shape[2]))
+    expected_BSV = logits_BTV.to(target.device).gather(1, index_BS[:, :, None].expand(-1, -1, logits_BTV.shape[2]))
     close(got_BSV, expected_BSV, "ragged cached decoding after a rollback and one uncached pass")
 
 
 def close(got: Tensor, expected: Tensor, what: str) -> None:
     """Raises ConfigError unless |got - expected| / |expected| is within what the narrower dtype of the two allows."""
     tolerance = max(TOLERANCE[got.dtype], TOLERANCE[expected.dtype])
+    expected = expected.to(got.device)
     error = float((got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
     # Not `error > tolerance`, which NaN would pass.
     if not error <= tolerance:
@@ -165,7 +172,7 @@ def _failed(what: str) -> ConfigError:
 
 
 def _probe_tokens(model: Any) -> Tensor:
-    device, vocab = model.get_input_embeddings().weight.device, model.config.get_text_config().vocab_size
+    device, vocab = input_device(model), model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab, (2, 9), generator=generator).to(device)
 
@@ -173,12 +180,12 @@ def _probe_tokens(model: Any) -> Tensor:
 def _measure_scales(model: Any, softcap: float | None) -> tuple[float, float]:
     """(embed_scale, logit_scale), measured on one pass and snapped to the numbers that configs suggest."""
     config = model.config.get_text_config()
+    weight, head_VD = head_tensors(model)
     tokens = _probe_tokens(model)
     out = model(tokens, output_hidden_states=True, use_cache=False)
-    weight = model.get_input_embeddings().weight
-    embed_scale = _ratio(out.hidden_states[0].float(), weight[tokens].float())
-    own = (out.hidden_states[-1] @ model.get_output_embeddings().weight.T).float()
-    logits = out.logits.float()
+    embed_scale = _ratio(out.hidden_states[0].to(weight.device).float(), weight[tokens].float())
+    own = (out.hidden_states[-1].to(weight.device) @ head_VD.T).float()
+    logits = out.logits.to(weight.device).float()
     if softcap is not None:
         logits = softcap * torch.atanh((logits / softcap).clamp(-0.9999, 0.9999))
     names = ("embedding_multiplier", "logit_scale", "logits_scaling", "scale_emb")

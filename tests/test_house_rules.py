@@ -41,6 +41,7 @@ TRUNK_IMPORTS = {
     "kv_cache.py": {"transformers"},
     "storage_remote.py": {"fsspec"},
     "target.py": {"safetensors", "transformers"},
+    "target_loading.py": {"accelerate", "transformers"},
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},
     "training/curve.py": {"matplotlib"},

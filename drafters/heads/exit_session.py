@@ -61,7 +61,7 @@ class ExitSession(Session):
         if self.weights is not None:
             return self.output(self.drafter.hidden(state_BD, self.weights))
         assert self.final_norm is not None
-        return self.output(self.final_norm(state_BD))
+        return self.output(self.final_norm(state_BD).to(state_BD.device))
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:

@@ -22,6 +22,7 @@ from drafters.heads.layers import DraftLayer, RMSNorm, compute_dtype
 from drafters.heads.mtp_block import BlockKind, OwnBlock, TargetBlock, plain_config
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec
+from drafters.target_loading import WholeTensors
 from drafters.types import Batch, Losses, Needs
 from drafters.vocab import DraftVocab
 
@@ -217,7 +218,7 @@ class MtpDrafter(Drafter):
         Half of the projection passes the normed state, the other starts random and small. Warns and leaves the blocks
         random where our own layer cannot take the target's weights.
         """
-        tensors, hidden = target.model.state_dict(), self.spec.hidden_size
+        tensors, hidden = target.tensors(), self.spec.hidden_size
         prefix = f"model.layers.{self.spec.num_layers - 1}."
         reason = layer_mismatch(self.spec, tensors, [prefix]) if isinstance(self.kind, OwnBlock) else None
         if reason is not None:
@@ -227,7 +228,7 @@ class MtpDrafter(Drafter):
             at = slice(hidden, None) if depth.embedding_first else slice(0, hidden)
             depth.input_proj.weight[:, at] = torch.eye(hidden)
             if isinstance(self.kind, TargetBlock):
-                depth.block.load_state_dict(target.decoder.layers[self.kind.index].state_dict())
+                depth.block.load_state_dict(dict(WholeTensors(target.decoder.layers[self.kind.index])))
             elif reason is None:
                 copy_layer(cast(DraftLayer, depth.block), tensors, prefix)
             if reason is None:

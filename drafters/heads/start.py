@@ -51,8 +51,7 @@ class Start:
 
     def target_tensors(self) -> Mapping[str, Tensor]:
         """The target's weights by name."""
-        tensors: Mapping[str, Tensor] = self.target.model.state_dict()
-        return tensors
+        return self.target.tensors()
 
 
 def check_block_size(examples: Sequence[Example], block_size: int) -> None:
