@@ -198,8 +198,8 @@ def announce_jobs() -> None:
         launcher = check_launcher(sys.argv[1:], checkout=Path(__file__).resolve().parent)
         if launcher is not None:
             sys.stderr.write(
-                f"{launcher}: one job a choice; logs and jobs in outputs/.submitit (squeue --me shows them). This command "
-                "waits for them; Ctrl-C ends the waiting, not the jobs.\n"
+                f"{launcher}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
+                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
             )
 
 

@@ -1,5 +1,5 @@
-# A SLURM of one machine, for tests: sbatch, srun, sacct, scontrol and scancel as one small script under five names. Jobs
-# run in the background, in the order of their numbers; `scontrol requeue` runs a job's script again when it has ended.
+# A SLURM of one machine, for tests: sbatch, srun, sacct, scontrol and scancel as one small script under five names.
+# Jobs run in the background, one task each; `scontrol requeue` runs a job's script again when it has ended.
 
 import os
 import stat
@@ -31,12 +31,15 @@ def run_jobs(base, script, directory, rest):
         job = base if index is None else f"{{base}}_{{index}}"
         env = os.environ | {{"SLURM_JOB_ID": base if index is None else str(int(base) * 100 + index)}}
         env |= {{"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost", "SLURM_RESTART_COUNT": "0"}}
+        env |= {{"SLURM_NNODES": "1", "SLURM_SUBMIT_DIR": directory}}
         if index is not None:
             env |= {{"SLURM_ARRAY_JOB_ID": base, "SLURM_ARRAY_TASK_ID": str(index)}}
         for count in range(9):
             set_state(job, "RUNNING")
             with open(ROOT / f"{{job}}.out", "a") as out:
-                code = subprocess.call(["bash", script, *rest], cwd=directory, env=env, stdout=out, stderr=out)
+                batch = subprocess.Popen(["bash", script, *rest], cwd=directory, env=env, stdout=out, stderr=out)
+            (ROOT / f"batch-{{job}}").write_text(str(batch.pid))
+            code = batch.wait()
             note(job, f"ended {{code}}")
             if not (ROOT / f"requeue-{{job}}").exists():
                 break
@@ -77,14 +80,16 @@ elif name == "sacct":
     print("JobID|State|NodeList")
     for path in sorted((ROOT / "states").iterdir()):
         print(f"{{path.name}}|{{path.read_text()}}|localhost")
-elif name == "scontrol":
-    assert arguments[0] == "requeue", arguments
+elif name == "scontrol" and arguments[0] == "requeue":
     note(arguments[1], "requeue")
     (ROOT / f"requeue-{{arguments[1]}}").touch()
+elif name == "scontrol":
+    print("localhost")
 elif name == "scancel":
-    number, job = arguments
-    note(job, f"scancel {{number}}")
-    os.kill(int((ROOT / f"task-{{job}}").read_text()), getattr(signal, "SIG" + number.partition("=")[2]))
+    *options, job = arguments
+    note(job, "scancel " + " ".join(options))
+    kind = "batch" if "--batch" in options else "task"
+    os.kill(int((ROOT / f"{{kind}}-{{job}}").read_text()), getattr(signal, "SIG" + options[0].partition("=")[2]))
 """
 
 

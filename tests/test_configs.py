@@ -27,8 +27,8 @@ from train import read_plan
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DOORS = sorted(path.stem for path in CONF.glob("*.yaml"))
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-# Groups of evaluate.py and of the export alone.
-ELSEWHERE = ("schedule", "task", "to")
+# Groups of evaluate.py and of the export alone, and what is Hydra's own.
+ELSEWHERE = ("hydra", "schedule", "task", "to")
 OPTIONS = [
     (group, path.stem) for group in GROUPS if group not in ELSEWHERE for path in sorted((CONF / group).glob("*.yaml"))
 ]

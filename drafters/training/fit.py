@@ -63,8 +63,8 @@ def fit(
     plan: Plan, run: Run, module: DistillModule, cache: HiddenCache, *, probe: Probe, trainer: Callable[..., Trainer]
 ) -> None:
     """Lightning trains; its callbacks write `checkpoints/` and `drafter/`. `trainer` builds a Trainer from what a run
-    adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved; a launcher's WARNING goes on
-    to the launcher first."""
+    adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved; a WARNING goes on to the
+    launcher first."""
     splits = {name: cache.split(name) for name in ("train", "validation")}
     batches = BatchConfig(batch_size=plan.data.batch_size, seed=plan.data.seed)
     data = StatesDataModule(cache, **splits, needs=module.drafter.needs, config=batches)
