@@ -172,6 +172,7 @@ def test_experiments_win_over_the_defaults():
     for name in names:
         cfg = composed("train", f"experiment={name}")
         own = OmegaConf.load(CONF / "experiment" / f"{name}.yaml")
+        own.pop("defaults", None)
         assert OmegaConf.merge(cfg, own) == cfg
         assert cfg.run_dir == f"outputs/{cfg.name}"
 
