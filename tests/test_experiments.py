@@ -1,6 +1,7 @@
 # The recipes of published settings compose, have the published numbers, and build drafters of the published size on
 # Qwen3's real sizes, without memory for weights. Each runs, shrunk, on a tiny target.
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 import train
 from drafters.spec import TargetSpec
 from drafters.training.fit import check_fits
-from tests.door_world import settings, train_overrides
+from tests.door_world import ROOT, settings, train_overrides
 
 FAMILIES = ("dspark", "dflash", "eagle3")
 RECIPES = [(family, size) for family in FAMILIES for size in ("4b", "8b")]
 VOCAB, LAYER_IDS = 151_936, (1, 9, 17, 25, 33)
 # Hidden size, width of the MLP: config.json of Qwen/Qwen3-4B and Qwen/Qwen3-8B.
 SIZES = {"4b": (2560, 9728), "8b": (4096, 12288)}
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
@@ -74,7 +76,7 @@ def published_weights(family, size):
 @pytest.mark.parametrize(("family", "size"), RECIPES)
 def test_a_recipe_has_the_published_numbers(family, size):
     plan = planned(family, size)
-    cls, config = plan.drafter
+    config = plan.drafter[1]
     assert plan.name == f"{family}-qwen3-{size}"
     assert (config.block_size, config.num_anchors, tuple(config.layer_ids)) == (7, 512, LAYER_IDS)
     assert plan.cache.layer_ids == LAYER_IDS
@@ -102,6 +104,17 @@ def test_sizes_are_those_of_the_model_pages():
     # the target's embedding and output projection as well, says 1B.
     assert f"{num_weights('dflash', '4b') / 1e9:.1f}" == "0.5"
     assert f"{(num_weights('dspark', '4b') + 2 * VOCAB * 2560) / 1e9:.0f}" == "1"
+
+
+@pytest.mark.parametrize(("family", "size"), RECIPES)
+def test_the_page_says_what_a_recipe_takes(family, size):
+    numbers = r"([\d.]+) billion \| ([\d,]+) bytes \| (\d+) TB"
+    (row,) = re.findall(rf"^\| `{family}_qwen3_{size}` \| {numbers}", PAGE, re.MULTILINE)
+    weights, token, text = (float(one.replace(",", "")) for one in row)
+    assert weights == round(num_weights(family, size) / 1e9, 2)
+    assert token == (len(LAYER_IDS) + 1) * SIZES[size][0] * 2
+    # The published size of Qwen3-4B's states gives the number of tokens.
+    assert text == round(38 / SIZES["4b"][0] * SIZES[size][0])
 
 
 @pytest.mark.slow

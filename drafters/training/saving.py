@@ -39,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PROBED = "probe/accepted_length"  # the monitor that is real decoding
-WARNING = signal.SIGUSR2  # what submitit asks SLURM to send before a time limit or a pre-emption
+WARNING = signal.SIGUSR2  # what submitit asks SLURM to send before a time limit or a preemption
 
 
 class TrainingInterrupted(Exception):
