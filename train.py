@@ -6,9 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
@@ -179,11 +181,28 @@ def report(
 
 def is_local_sweep() -> bool:
     """Whether this job is one of several that run here, one after another."""
+    return sweep_launcher().startswith("hydra._internal.core_plugins.basic_launcher")
+
+
+def is_submitted() -> bool:
+    """Whether this job was submitted to a cluster."""
+    return "submitit_launcher" in sweep_launcher()
+
+
+def job_log() -> str:
+    """Where the errors of this submitted job are written."""
+    import submitit
+
+    return str(submitit.JobEnvironment().paths.stderr)
+
+
+def sweep_launcher() -> str:
+    """The class that launched this job of a sweep; empty where there is no sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     job = HydraConfig.get()
-    return job.mode == RunMode.MULTIRUN and "basic_launcher" in job.launcher["_target_"]
+    return str(job.launcher["_target_"]) if job.mode == RunMode.MULTIRUN else ""
 
 
 failed_jobs: list[str] = []
@@ -203,13 +222,31 @@ def main(cfg: DictConfig) -> None:
             if ranks.size > 1:
                 leave()
     except SystemExit as stop:
+        # Who submitted the job waits for its result, or for its return to the queue after a signal.
+        if stop.code == 1 and is_submitted():
+            raise CompactHydraException(f"error: not trained: {cfg.name}; its log says why: {job_log()}") from None
         # A sweep goes on with its other jobs; Ctrl-C ends it.
         if stop.code != 1 or not is_local_sweep():
             raise
         failed_jobs.append(cfg.name)
 
 
+def announce_jobs() -> None:
+    """One line of what comes, where this command submits jobs. Exits where it cannot."""
+    from drafters.door import door
+    from drafters.launcher import check_launcher
+
+    with door():
+        launcher = check_launcher(sys.argv[1:], checkout=Path(__file__).resolve().parent)
+        if launcher is not None:
+            sys.stderr.write(
+                f"{launcher}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
+                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
+            )
+
+
 if __name__ == "__main__":
+    announce_jobs()
     main()
     if failed_jobs:
         sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")

@@ -27,8 +27,8 @@ from train import read_plan
 CONF = Path(__file__).resolve().parent.parent / "conf"
 DOORS = sorted(path.stem for path in CONF.glob("*.yaml"))
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-# Groups of evaluate.py, of the export and of data.regenerate alone.
-ELSEWHERE = ("engine", "schedule", "task", "to")
+# Groups of evaluate.py, of the export and of data.regenerate alone, and what is Hydra's own.
+ELSEWHERE = ("engine", "hydra", "schedule", "task", "to")
 OPTIONS = [
     (group, path.stem) for group in GROUPS if group not in ELSEWHERE for path in sorted((CONF / group).glob("*.yaml"))
 ]
@@ -180,6 +180,7 @@ def test_experiments_win_over_the_defaults():
     for name in names:
         cfg = composed("train", f"experiment={name}")
         own = OmegaConf.load(CONF / "experiment" / f"{name}.yaml")
+        own.pop("defaults", None)
         assert OmegaConf.merge(cfg, own) == cfg
         assert cfg.run_dir == f"outputs/{cfg.name}"
 

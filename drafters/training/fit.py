@@ -1,5 +1,6 @@
 # From a plan to trained weights: the drafter that a run starts from, and Lightning's fit with all that watches it.
 
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +26,7 @@ from drafters.training.plan import Plan, one_line
 from drafters.training.probing import Probe
 from drafters.training.profiling import build_profiler
 from drafters.training.run_facts import log_facts
-from drafters.training.saving import TrainingInterrupted
+from drafters.training.saving import WARNING, TrainingInterrupted
 from drafters.vocab import check_vocab_size
 from drafters.warm_start import begun_from, take_over
 
@@ -64,7 +65,8 @@ def fit(
     plan: Plan, run: Run, module: DistillModule, cache: HiddenCache, *, probe: Probe, trainer: Callable[..., Trainer]
 ) -> None:
     """Lightning trains; its callbacks write `checkpoints/` and `drafter/`. `trainer` builds a Trainer from what a run
-    adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved."""
+    adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved; a WARNING goes on to the
+    launcher first."""
     splits = {name: cache.split(name) for name in ("train", "validation")}
     batches = BatchConfig(batch_size=plan.data.batch_size, seed=plan.data.seed)
     data = StatesDataModule(cache, **splits, needs=module.drafter.needs, config=batches)
@@ -88,6 +90,8 @@ def fit(
     try:
         fitting.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
     except TrainingInterrupted as stop:
+        if stop.number == WARNING:
+            signal.raise_signal(WARNING)
         raise KeyboardInterrupt(str(stop)) from stop
     except MisconfigurationException as error:
         raise ConfigError(f"trainer: {one_line(error)}") from error

@@ -29,19 +29,29 @@ from drafters.training.strategies import whole_drafter
 if TYPE_CHECKING:
     from drafters.training.module import DistillModule
 
-__all__ = ["PROBED", "LastCheckpoint", "SaveDrafter", "TrainingInterrupted", "averaged_weights", "validation_follows"]
+__all__ = [
+    "PROBED",
+    "WARNING",
+    "LastCheckpoint",
+    "SaveDrafter",
+    "TrainingInterrupted",
+    "averaged_weights",
+    "validation_follows",
+]
 
 logger = logging.getLogger(__name__)
 
 PROBED = "probe/accepted_length"  # the monitor that is real decoding
+WARNING = signal.SIGUSR2  # what submitit asks SLURM to send before a time limit or a preemption
 
 
 class TrainingInterrupted(Exception):
-    """A signal ended the run after everything was saved; the same command goes on from `checkpoint`."""
+    """A signal ended the run after everything was saved; the same command goes on from `checkpoint`. `number` is the
+    signal, None where another process heard it."""
 
-    def __init__(self, step: int, checkpoint: Path) -> None:
+    def __init__(self, step: int, checkpoint: Path, number: int | None = None) -> None:
         super().__init__(f"stopped after step {step}; saved {checkpoint}; the same command resumes")
-        self.step, self.checkpoint = step, checkpoint
+        self.step, self.checkpoint, self.number = step, checkpoint, number
 
 
 @contextmanager
@@ -71,7 +81,8 @@ def validation_follows(trainer: Trainer) -> bool:
 
 class LastCheckpoint(Checkpoint):
     """Keeps `folder/last.ckpt`: every `every_n_steps` optimizer steps, every `every_minutes`, at the end, and at Ctrl-C
-    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving.
+    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving. Where a
+    launcher has a handler for WARNING (submitit's puts the job back into the queue), that signal is answered alike.
 
     A step with a validation is saved after it, never before: Lightning counts what a checkpoint holds as done, so a run
     that is killed in a validation would never repeat it, and in the last one never end.
@@ -86,19 +97,21 @@ class LastCheckpoint(Checkpoint):
         self._is_due = False
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
+        self._heard: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._step, self._saved_at = trainer.global_step, time.monotonic()
         for wishes in (pl_module.requests, pl_module.agreed):
             wishes.update(dict.fromkeys(wishes, False))
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            answered = (signal.SIGINT, signal.SIGTERM, *([WARNING] if callable(signal.getsignal(WARNING)) else []))
+            self._handlers = {number: signal.getsignal(number) for number in answered}
             for number in self._handlers:
                 signal.signal(number, lambda number, frame: self._on_signal(number, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: "DistillModule", batch: Any, batch_idx: int) -> None:
         if pl_module.agreed["stop"]:
-            raise TrainingInterrupted(trainer.global_step, self.path)
+            raise TrainingInterrupted(trainer.global_step, self.path, self._heard)
         # Only the first rank's clock counts; the others learn of it in the step's own reduction.
         if trainer.is_global_zero and time.monotonic() - self._saved_at > self.every_minutes * 60:
             pl_module.requests["save"] = True
@@ -145,13 +158,13 @@ class LastCheckpoint(Checkpoint):
         self._restore_handlers()
         # No step comes any more that would hear of a signal in the last one or in its validation.
         if trainer.strategy.reduce_boolean_decision(pl_module.requests["stop"], all=False):
-            raise TrainingInterrupted(trainer.global_step, self.path)
+            raise TrainingInterrupted(trainer.global_step, self.path, self._heard)
 
     def on_exception(self, trainer: Trainer, pl_module: "DistillModule", exception: BaseException) -> None:
         self._restore_handlers()
 
     def _on_signal(self, number: int, module: "DistillModule") -> None:
-        module.requests["stop"] = True
+        module.requests["stop"], self._heard = True, number
         signal.signal(number, self._handlers[number])
         logger.warning("%s: stopping after this step; once more to stop at once", signal.Signals(number).name)
 
