@@ -3,7 +3,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +16,24 @@ from omegaconf import DictConfig
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from drafters.cache import HiddenCache
+    from drafters.chat import ChatEncoder
     from drafters.decoding.dialogue import Dialogue
     from drafters.decoding.measure import MeasureConfig
     from drafters.distributed import Ranks
+    from drafters.online import OnlineStates
     from drafters.runs import Run
     from drafters.target import FrozenTarget
     from drafters.training.plan import Plan
+    from drafters.types import Example, Needs
 
 
 def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     """Capture (or reuse) the target's states, train (or resume), measure, and write `outputs/<name>/`. All `ranks` do
     so together."""
-    from data.capture import capture_states, encode_splits
+    import torch
+
+    from data.capture import encode_splits
     from data.prompts import held_out_prompts
     from data.sources import load_splits
     from drafters.chat import ChatEncoder
@@ -35,7 +41,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     from drafters.decoding.measure import check_settings
     from drafters.decoding.probe import acceptance_probe
     from drafters.distributed import Ranks
-    from drafters.door import load_target, say
+    from drafters.door import load_target, pick_device, say
     from drafters.heads.start import Start, check_block_size
     from drafters.runs import claim
     from drafters.training.fit import check_fits, fit, start_drafter
@@ -59,7 +65,8 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
             parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         with ranks.first_goes_first():
             resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
-        target = load_target(settings["target"], device=ranks.device(cfg.device))
+        device = torch.device(pick_device(ranks.device(cfg.device)))
+        target = load_target(settings["target"], device=data.target_device or str(device))
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
@@ -69,19 +76,36 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
         check_block_size(splits["train"], outline.block_size)
-        layer_ids = tuple(sorted({*plan.cache.layer_ids, *outline.needs.layer_ids}))
-        cache = capture_states(target, splits, replace(plan.cache, layer_ids=layer_ids), encoder=encoder, ranks=ranks)
-        start = Start(target=target, examples=splits["train"], states=cache, indices=cache.split("train"), warm=warm)
+        states = find_states(plan, target, splits, encoder, outline.needs, ranks)
+        start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
         config = measured_as(plan, target)
         check_settings(drafter, prompts, config, key="report")
         probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
-        module = DistillModule(drafter, target.head, plan.optim, sample_names=cache.ids)
-        averages = plan.optim.ema_decay is not None
-        check_strategy(settings["trainer"], run.checkpoint, averages=averages, size=ranks.size)
-        place = placement(settings["trainer"], ranks, target.device)
-        fit(plan, run, module, cache, probe=probe, trainer=partial(build_trainer, cfg, **place))
+        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids)
+        check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
+        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
+        fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
         report(run, target, prompts, config, settings, ranks)
+
+
+def find_states(
+    plan: "Plan",
+    target: "FrozenTarget",
+    splits: "Mapping[str, Sequence[Example]]",
+    encoder: "ChatEncoder",
+    needs: "Needs",
+    ranks: "Ranks",
+) -> "HiddenCache | OnlineStates":
+    """The target's states of the conversations: a cache, captured as far as it is not there, or the target itself."""
+    from data.capture import capture_states
+    from data.sources import ONLINE
+    from drafters.online import OnlineStates
+
+    if plan.data.states == ONLINE:
+        return OnlineStates(target, splits, plan.cache)
+    layer_ids = tuple(sorted({*plan.cache.layer_ids, *needs.layer_ids}))
+    return capture_states(target, splits, replace(plan.cache, layer_ids=layer_ids), encoder=encoder, ranks=ranks)
 
 
 def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:

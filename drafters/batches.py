@@ -110,10 +110,15 @@ class StatesLoader:
         epoch, first = divmod(self.finished(), len(self)) if self.finished else (0, 0)
         # Read when asked: a mapped read takes a hundredth of a step, and a thread that runs torch operators brings a
         # second OpenMP pool that takes cores from the first (measured: a third of the training speed on two cores).
-        for step in range(first, len(self)):
+        # A target that makes its states itself may begin a batch before it is asked for.
+        ahead = getattr(self.source, "ahead", map)
+        batches = iter(ahead(lambda at: self.batch(*at), [(epoch, step) for step in range(first, len(self))]))
+        while True:
             begin = time.perf_counter()
-            batch = self.batch(epoch, step)
+            batch = next(batches, None)
             self.seconds += time.perf_counter() - begin
+            if batch is None:
+                return
             yield batch
 
     def batch(self, epoch: int, step: int) -> Batch:

@@ -114,6 +114,11 @@ class HiddenCache:
         """The layers stored."""
         return self.manifest.layer_ids
 
+    @property
+    def data_hash(self) -> str:
+        """A hash of the conversations."""
+        return self.manifest.key.data_hash
+
     def __len__(self) -> int:
         return len(self._places)
 

@@ -84,18 +84,31 @@ def _found(path: Path) -> Path:
     return ROOT / path if not path.exists() and (ROOT / path).exists() else path
 
 
+CACHE, ONLINE = "cache", "online"  # where states come from
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """How conversations become batches: at most `max_length` tokens each, `template_kwargs` for the chat template, a
-    share `validation` held out where rows have no split, `batch_size` conversations a step over all ranks."""
+    share `validation` held out where rows have no split, `batch_size` conversations a step over all ranks. `states`:
+    the target's are read from a cache, or made in the step ("online") by a target on `target_device` (None: where the
+    drafter trains)."""
 
     max_length: int = 1024
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     validation: float = 0.05
     seed: int = 0
     batch_size: int = 2
+    states: str = CACHE
+    target_device: str | None = None
 
     def __post_init__(self) -> None:
+        if self.states not in (CACHE, ONLINE):
+            raise ValueError(f"states: got '{self.states}'; accepted: {CACHE}, {ONLINE}")
+        if self.target_device is not None and self.states != ONLINE:
+            raise ValueError(
+                f"target_device: got '{self.target_device}' with states={self.states}; it is for data=online"
+            )
         if self.max_length < 2:
             raise ValueError(f"max_length: got {self.max_length}; accepted: 2 or more tokens")
         if not 0 <= self.validation < 1:

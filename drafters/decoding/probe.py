@@ -2,6 +2,7 @@
 # formulas, without its clocks.
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -40,6 +41,8 @@ def acceptance_probe(
     )
 
     def probe(drafter: Drafter) -> dict[str, float]:
+        if next(drafter.parameters()).device != target.device:  # the target has a device of its own
+            drafter = deepcopy(drafter).to(target.device)
         rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]
         by_position = conditional_acceptance(rounds, drafter.block_size)
         return {

@@ -45,9 +45,9 @@ class Start:
         return torch.cat(pairs)
 
     def sample(self, needs: Needs) -> Batch:
-        """A batch of a few training conversations, the same at every call."""
+        """A batch of a few training conversations, the same at every call, on the CPU."""
         few = list(self.indices[:: max(1, len(self.indices) // SAMPLE_SIZE)][:SAMPLE_SIZE])
-        return collate(self.states.read(few, needs), layer_ids=needs.layer_ids, seeds=range(len(few)))
+        return collate(self.states.read(few, needs), layer_ids=needs.layer_ids, seeds=range(len(few))).to("cpu")
 
     def target_tensors(self) -> Mapping[str, Tensor]:
         """The target's weights by name."""

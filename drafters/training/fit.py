@@ -17,6 +17,7 @@ from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
 from drafters.heads.draft_vocab import STORED
 from drafters.heads.start import Start
+from drafters.online import OnlineStates
 from drafters.runs import Run
 from drafters.target import FrozenTarget
 from drafters.training.callbacks import build_callbacks
@@ -62,14 +63,20 @@ def check_fits(cls: Any, config: Any, target: FrozenTarget) -> Drafter:
 
 
 def fit(
-    plan: Plan, run: Run, module: DistillModule, cache: HiddenCache, *, probe: Probe, trainer: Callable[..., Trainer]
+    plan: Plan,
+    run: Run,
+    module: DistillModule,
+    states: HiddenCache | OnlineStates,
+    *,
+    probe: Probe,
+    trainer: Callable[..., Trainer],
 ) -> None:
     """Lightning trains; its callbacks write `checkpoints/` and `drafter/`. `trainer` builds a Trainer from what a run
     adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved; a WARNING goes on to the
     launcher first."""
-    splits = {name: cache.split(name) for name in ("train", "validation")}
+    splits = {name: states.split(name) for name in ("train", "validation")}
     batches = BatchConfig(batch_size=plan.data.batch_size, seed=plan.data.seed)
-    data = StatesDataModule(cache, **splits, needs=module.drafter.needs, config=batches)
+    data = StatesDataModule(states, **splits, needs=module.drafter.needs, config=batches)
     callbacks = build_callbacks(
         run.folder,
         optim=plan.optim,
@@ -78,7 +85,7 @@ def fit(
         probe=(probe, plan.report.sampling),
         provenance={
             "run": plan.name,
-            "data_hash": cache.manifest.key.data_hash,
+            "data_hash": states.data_hash,
             "seed": plan.data.seed,
             "warm_start": None if plan.warm_start is None else begun_from(plan.warm_start, run),
         },

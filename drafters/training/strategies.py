@@ -275,7 +275,7 @@ def placement(settings: Mapping[str, Any], ranks: Ranks, device: torch.device) -
     # Of one process there is nothing to share out; of several, plain "ddp" waits for parts that nobody used.
     shared = {} if is_deepspeed(strategy) else {"strategy": AUTO}
     if ranks.size == 1:
-        devices: Any = [device.index] if device.type == "cuda" else 1
+        devices: Any = [device.index or 0] if device.type == "cuda" else 1
         return {"accelerator": accelerator, "devices": devices, "num_nodes": 1, **shared}
     if sorted(local) != sorted([*range(per_node)] * num_nodes):
         raise ConfigError(f"processes: {local} are the places of all on their machines; start equally many on each")
