@@ -46,6 +46,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     from drafters.runs import claim
     from drafters.training.fit import check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
+    from drafters.training.plan import how_dense
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
     from drafters.weights import resolve
@@ -82,7 +83,8 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         config = measured_as(plan, target)
         check_settings(drafter, prompts, config, key="report")
         probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
-        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids)
+        dense = how_dense(settings["trainer"])
+        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, dense=dense)
         check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
         place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
@@ -138,6 +140,7 @@ def read_plan(cfg: DictConfig, ranks: "Ranks") -> "Plan":
     is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
     build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
     num_processes(to_plain(cfg.trainer), ranks)
+    plan.how_dense(to_plain(cfg.trainer))
     return plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
 
 
@@ -148,11 +151,12 @@ def build_trainer(cfg: DictConfig, **given: Any) -> "Trainer":
 
     from drafters.config import to_plain
     from drafters.errors import ConfigError
-    from drafters.training.plan import check_trainer, one_line
+    from drafters.training.plan import OWN, check_trainer, one_line
 
     decided = check_trainer(to_plain(cfg.trainer))
     try:
-        trainer: Trainer = instantiate(cfg.trainer, _partial_=True)(**decided | given)
+        settings = {name: value for name, value in cfg.trainer.items() if name not in OWN}
+        trainer: Trainer = instantiate(settings, _partial_=True)(**decided | given)
     except (hydra.errors.HydraException, MisconfigurationException, TypeError, ValueError) as error:
         raise ConfigError(f"trainer: {one_line(error)}") from error
     return trainer

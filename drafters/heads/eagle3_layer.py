@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.heads.dense import finish
 from drafters.heads.layers import GatedMLP, RMSNorm, join, rms_norm, rope_table, rotate
 from drafters.heads.masks import attend
 from drafters.spec import TargetSpec
@@ -93,10 +94,7 @@ class Eagle3Weights:
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from the residual stream and attention output [..., N * H]."""
-        residual = residual + F.linear(attended, self.o)
-        normed = rms_norm(residual, self.mlp_gain, self.spec.rms_norm_eps, dtype=self.down.dtype)
-        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
-        return residual + F.linear(F.silu(gate) * up, self.down)
+        return finish(residual, attended, self.o, self.mlp_gain, self.gate_up, self.down, self.spec.rms_norm_eps)
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.heads.base import Drafter
 from drafters.heads.calibration_metrics import ACCEPTANCE, CONFIDENCE, auc_of, ece_of
+from drafters.heads.dense import Dense, computed_as
 from drafters.training.budget import Stopwatch
 from drafters.training.optim import OptimConfig, build_optimizer, schedule_factor
 from drafters.training.strategies import share_out, total_norm
@@ -66,7 +67,8 @@ class DistillModule(LightningModule):
     by the Trainer. `requests` are this rank's wishes ("stop", "save"); after the next optimizer step `agreed` holds
     what any rank wished, the same on all of them. `tallies` are numbers of this rank, to be set before the step's
     reduction; after it, their sums over all ranks. `clock` counts training proper. `total_steps` is the run's length,
-    None until a time budget is measured. `sample_names` are what errors call the samples of a batch, by their ids.
+    None until a time budget is measured. `sample_names` are what errors call the samples of a batch, by their ids;
+    `dense` is how draft layers are computed.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class DistillModule(LightningModule):
         optim: OptimConfig,
         *,
         sample_names: Sequence[str] | None = None,
+        dense: Dense | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter.float()  # master weights; products run in `optim.precision`
         if not any(p.requires_grad for p in drafter.parameters()):
             raise ConfigError(f"drafter: {type(drafter).__name__} has no trainable parameter; choose another drafter")
         self.optim = optim
+        self.dense = dense or Dense()
         self.total_steps = optim.max_steps
         self.positions = 0
         self.clock = Stopwatch()
@@ -129,7 +133,7 @@ class DistillModule(LightningModule):
         if self.optim.precision == "float32":
             aux_BTLD = None if batch.aux_BTLD is None else batch.aux_BTLD.float()
             batch = replace(batch, aux_BTLD=aux_BTLD, last_BTD=batch.last_BTD.float())
-        with self.autocast():
+        with self.autocast(), computed_as(self.dense):
             return self.drafter.loss(batch, self.target_head)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

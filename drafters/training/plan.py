@@ -11,13 +11,14 @@ from drafters.config import build_config, typed
 from drafters.decoding.measure import MeasureConfig
 from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
+from drafters.heads.dense import Dense
 
 if TYPE_CHECKING:
     from drafters.training.callbacks import CallbackConfig
     from drafters.training.optim import OptimConfig
     from drafters.training.profiling import ProfilerConfig
 
-__all__ = ["Plan", "check_trainer", "one_line", "read_plan"]
+__all__ = ["OWN", "Plan", "check_trainer", "how_dense", "one_line", "read_plan"]
 
 # Settings of Lightning's Trainer that are decided elsewhere: the value they keep, and where to turn.
 DECIDED = {
@@ -27,6 +28,9 @@ DECIDED = {
     "accelerator": ("auto", "device= says where a run computes"),
     "precision": ("32-true", "optim.precision says what products run in"),
 }
+
+
+OWN = ("compile", "activation_checkpointing")  # settings of `trainer` that are not of Lightning's Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,15 @@ def check_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
         if settings.get(name) == 0:
             raise ConfigError(f"trainer.{name}: got 0; must be above 0")
     return {name: value for name, (value, _) in DECIDED.items()}
+
+
+def how_dense(settings: Mapping[str, Any]) -> Dense:
+    """How draft layers are computed, of the trainer's `settings`. Raises ConfigError."""
+    given = {name: settings.get(name, False) for name in OWN}
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"trainer.{name}: got {value!r}; accepted: true, false")
+    return Dense(compile=given["compile"], recompute=given["activation_checkpointing"])
 
 
 def one_line(error: Exception) -> str:

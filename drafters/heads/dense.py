@@ -1,0 +1,65 @@
+# The dense end of a draft layer: output projection and gated MLP on the residual stream. In training it holds most of a
+# layer's activations; a run may have them computed again in the backward pass, and may have the whole compiled.
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from drafters.heads.norms import rms_norm
+
+__all__ = ["Dense", "computed_as", "finish"]
+
+Finish = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """`recompute`: activations are not kept for the backward pass; `compile`: torch.compile fuses elementwise work."""
+
+    recompute: bool = False
+    compile: bool = False
+
+
+PLAIN = Dense()
+_dense: ContextVar[Dense] = ContextVar("dense", default=PLAIN)
+
+
+@contextmanager
+def computed_as(dense: Dense) -> Iterator[None]:
+    """Within it, layers are computed so."""
+    token = _dense.set(dense)
+    try:
+        yield
+    finally:
+        _dense.reset(token)
+
+
+def finish(x: Tensor, attended: Tensor, o: Tensor, gain: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+    """The residual stream [..., D] after attention [..., N * H] and the MLP."""
+    dense = _dense.get()
+    function = _compiled() if dense.compile else _finish
+    given = (x, attended, o, gain, gate_up, down, eps)
+    if dense.recompute and torch.is_grad_enabled():
+        again: Tensor = checkpoint(function, *given, use_reentrant=False)
+        return again
+    return function(*given)
+
+
+def _finish(x: Tensor, attended: Tensor, o: Tensor, gain: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+    x = x + F.linear(attended, o)
+    normed = rms_norm(x, gain, eps, dtype=down.dtype)
+    gate, up = F.linear(normed, gate_up).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * up, down)
+
+
+@cache
+def _compiled() -> Finish:
+    compiled: Finish = torch.compile(_finish, dynamic=True)
+    return compiled
