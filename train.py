@@ -129,17 +129,18 @@ def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
     return True
 
 
-def read_plan(cfg: DictConfig, ranks: "Ranks") -> "Plan":
+def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
     """Raises ConfigError for the first setting that is unknown or wrong."""
     from data.sources import DataConfig
     from drafters.config import to_plain
+    from drafters.distributed import Ranks
     from drafters.training import plan
     from drafters.training.strategies import num_processes
 
     alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
     is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
     build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
-    num_processes(to_plain(cfg.trainer), ranks)
+    num_processes(to_plain(cfg.trainer), ranks or Ranks())
     plan.how_dense(to_plain(cfg.trainer))
     return plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
 

@@ -113,7 +113,7 @@ def test_a_cache_of_another_target_is_refused(world, tmp_path, states):
 
 
 def test_a_damaged_shard_is_refused_by_name(world, tmp_path, states):
-    shard = next(states.glob("shard-*"))
+    shard = next(states.glob("shard-*.safetensors"))
     damaged = bytearray(shard.read_bytes())
     damaged[-100] ^= 1
     shard.write_bytes(damaged)

@@ -48,7 +48,7 @@ def test_bytes_on_disk_are_those_of_a_cache_but_for_headers(tmp_path):
             assert isinstance(made, HiddenCache)
             headers = 0
             for shard in made.shards:
-                with (made.folder / shard.name).open("rb") as file:
+                with (made.folder.path / shard.name).open("rb") as file:
                     headers += 8 + int.from_bytes(file.read(8), "little")
                     file.seek(0)
             offsets = sum(8 * (shard.num_samples + 1) for shard in made.shards)
@@ -83,7 +83,7 @@ def test_memory_counted_on_small_copies_is_that_of_the_full_drafter(name):
     kind = build_config(node, key="drafter")
     batch = long_examples(80)
     full = loss_bytes(kind, spec, batch)
-    assert full > 1e6
+    assert full > 5e5
     assert activation_bytes(kind, spec, batch) == pytest.approx(full, rel=0.1)
 
 

@@ -20,7 +20,7 @@ from drafters.heads.calibration_metrics import ACCEPTANCE, CONFIDENCE, auc_of, e
 from drafters.heads.dense import Dense, computed_as
 from drafters.training.budget import Stopwatch
 from drafters.training.optim import OptimConfig, build_optimizer, schedule_factor
-from drafters.training.strategies import share_out, total_norm
+from drafters.training.strategies import total_norm
 from drafters.training.window import Window
 from drafters.types import Batch, Losses
 
@@ -109,9 +109,6 @@ class DistillModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         self._target.held = self.target_head.to(self.device)
-
-    def configure_model(self) -> None:
-        share_out(self, self.trainer.strategy)
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.drafter, self.optim)

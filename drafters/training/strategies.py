@@ -6,6 +6,7 @@
 
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -41,7 +42,6 @@ __all__ = [
     "check_strategy",
     "num_processes",
     "placement",
-    "share_out",
     "total_norm",
     "whole_drafter",
 ]
@@ -103,6 +103,9 @@ class ShardedStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_processes * self.num_nodes
         super().setup_environment()
+        # Lightning asks modules to share themselves out; ours does so under this strategy alone.
+        module: Any = self.lightning_module
+        module.configure_model = partial(share_out, module, self)
 
     # Lightning numbers parameters in the order of the module; optimizers number them by their groups, as checkpoints of
     # one process do.
@@ -189,11 +192,9 @@ def is_deepspeed(strategy: Any) -> bool:
     return isinstance(strategy, Mapping) and issubclass(locate(str(strategy["_target_"])), DeepSpeedStrategy)
 
 
-def share_out(module: "DistillModule", strategy: Strategy) -> None:
-    """Let ranks share the drafter's weights, where the strategy does so. They come and go all together: heads reach
-    into their parts, and the weights of a drafter are few beside its gradients and moments."""
-    if not isinstance(strategy, ShardedStrategy):
-        return
+def share_out(module: "DistillModule", strategy: ShardedStrategy) -> None:
+    """Let ranks share the drafter's weights. They come and go together: heads reach into their parts, and weights are
+    few beside gradients and moments."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from torch.export import register_dataclass
     from torch.utils._pytree import SUPPORTED_NODES
