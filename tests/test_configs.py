@@ -3,6 +3,7 @@
 
 import inspect
 import os
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,7 @@ def test_every_option_composes_and_binds(group, option, monkeypatch):
         assert set(node) <= set(TARGET_KEYS)
         assert plan.cache.layer_ids == tuple(node.layer_ids)
     for key, inner in targets(cfg):
-        own = OWN if key == "trainer" else ()
-        bind({name: value for name, value in inner.items() if name not in own}, key=key)
+        bind(inner, key=key)
 
 
 @pytest.mark.parametrize("task", sorted(path.stem for path in (CONF / "task").glob("*.yaml")))
@@ -172,11 +172,12 @@ def bind(node, *, key):
     plain = to_plain(node)
     path = plain.pop("_target_")
     assert not path.startswith("_"), key
-    if path.startswith(("drafters.", "data.")) and inspect.isclass(locate(path)):
+    found = locate(path)
+    if inspect.isclass(found) and (is_dataclass(found) or hasattr(found, "Config")):
         build_config(node, key=key)
     else:
-        plain.pop("_partial_", None)
-        inspect.signature(locate(path)).bind_partial(**plain)
+        own = ("_partial_", *(OWN if key == "trainer" else ()))
+        inspect.signature(found).bind_partial(**{name: value for name, value in plain.items() if name not in own})
 
 
 def test_experiments_win_over_the_defaults():
