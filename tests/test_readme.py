@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 FOREIGN = {"pip", "python3", "source", "torchrun"}
 # Files that only a user or a run can bring.
 BROUGHT = re.compile(
-    r"^(outputs/|evaluate/|~|\.venv|\.hydra/|checkpoints/|drafter/|report\.|config\.json|model\.safetensors)"
+    r"^(outputs/|evaluate/|~|\.venv|\.hydra/|checkpoints/|drafter/|profile/|report\.|throughput\.|config\.json|model\.safetensors)"
 )
 
 
@@ -33,7 +33,7 @@ def doors() -> list[list[str]]:
     found = []
     for words in commands:
         if words[0] == "torchrun":
-            words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) - 1 :]
+            words = words[next(i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")) - 1 :]
         elif words[0] != "python":
             continue
         found += swept(words[1:])
