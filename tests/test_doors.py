@@ -51,9 +51,12 @@ def test_a_run_leaves_a_drafter_and_a_report(first):
 
 
 def test_the_trainer_computes_where_the_target_is():
-    one = {"num_nodes": 1, "strategy": "auto"}
-    assert placement({}, Ranks(), torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1], **one}
-    assert placement({}, Ranks(), torch.device("cpu")) == {"accelerator": "cpu", "devices": 1, **one}
+    for name, place in (
+        ("cuda:1", {"accelerator": "gpu", "devices": [1]}),
+        ("cpu", {"accelerator": "cpu", "devices": 1}),
+    ):
+        found = placement({}, Ranks(), torch.device(name))
+        assert {**place, "num_nodes": 1, "strategy": "auto"}.items() <= found.items()
 
 
 def test_a_finished_run_is_left_alone(world, first, capsys):

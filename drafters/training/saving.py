@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, WeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from drafters.checkpoint import WHOLE, replace_path, save_drafter, write_error
@@ -139,11 +140,12 @@ class LastCheckpoint(Checkpoint):
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 trainer.save_checkpoint(temp, weights_only=False)
-                drafter = whole_drafter(trainer, module)
+                is_in_parts = isinstance(trainer.strategy, DeepSpeedStrategy)  # of which none is the drafter
+                drafter = whole_drafter(trainer, module) if is_in_parts else None
                 if drafter is not None and trainer.is_global_zero:
-                    if temp.is_dir():  # in parts, of which none is the drafter
-                        tensors = drafter.state_dict(prefix="drafter.")
-                        save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, temp / WHOLE)
+                    tensors = drafter.state_dict(prefix="drafter.")
+                    save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, temp / WHOLE)
+                if trainer.is_global_zero:
                     replace_path(temp, self.path)
             except OSError as error:
                 if temp.is_dir():

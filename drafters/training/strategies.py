@@ -189,7 +189,9 @@ def check_strategy(settings: Mapping[str, Any], checkpoint: Path | None, *, aver
 
 def is_deepspeed(strategy: Any) -> bool:
     """Whether the setting of a strategy is one of DeepSpeed's. Raises ConfigError for a class that is not there."""
-    return isinstance(strategy, Mapping) and issubclass(locate(str(strategy["_target_"])), DeepSpeedStrategy)
+    return isinstance(strategy, Mapping) and issubclass(
+        locate(str(strategy["_target_"]), key="trainer.strategy._target_"), DeepSpeedStrategy
+    )
 
 
 def share_out(module: "DistillModule", strategy: ShardedStrategy) -> None:
@@ -275,15 +277,17 @@ def placement(settings: Mapping[str, Any], ranks: Ranks, device: torch.device) -
     strategy = settings.get("strategy", AUTO)
     # Of one process there is nothing to share out; of several, plain "ddp" waits for parts that nobody used.
     shared = {} if is_deepspeed(strategy) else {"strategy": AUTO}
+    # One task of SLURM is told of too: Lightning would answer signals that are ours to answer.
+    plugins = [RanksEnvironment(ranks, per_node=per_node)]
     if ranks.size == 1:
         devices: Any = [device.index or 0] if device.type == "cuda" else 1
-        return {"accelerator": accelerator, "devices": devices, "num_nodes": 1, **shared}
+        return {"accelerator": accelerator, "devices": devices, "num_nodes": 1, "plugins": plugins, **shared}
     if sorted(local) != sorted([*range(per_node)] * num_nodes):
         raise ConfigError(f"processes: {local} are the places of all on their machines; start equally many on each")
     return {
         "accelerator": accelerator,
         "devices": per_node,
         "num_nodes": num_nodes,
-        "plugins": [RanksEnvironment(ranks, per_node=per_node)],
+        "plugins": plugins,
         **({"strategy": DATA_PARALLEL} if strategy in (AUTO, "ddp") else {}),
     }
