@@ -11,6 +11,8 @@ MODULE = "lightning.pytorch.strategies.deepspeed"
 
 
 class CpuZero(ZeroStrategy):
+    needs_gpu = False
+
     def setup_environment(self):
         with ExitStack() as stack:
             stack.enter_context(mock.patch(f"{MODULE}.CUDAAccelerator", CPUAccelerator))

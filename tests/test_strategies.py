@@ -123,5 +123,8 @@ def test_the_number_of_processes(monkeypatch):
     assert num_processes({"devices": "auto"}, Ranks(rank=1, size=8)) == 8
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert num_processes({"devices": "srun"}, Ranks()) == 1
+    zero = {"strategy": {"_target_": "drafters.training.strategies.ZeroStrategy"}}
+    with pytest.raises(ConfigError, match=r"trainer\.strategy: DeepSpeed needs GPUs, and this is cpu"):
+        placement(zero, Ranks(), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"trainer\.devices: got 2, but 1 were started"):
         placement({"devices": 2}, Ranks(), torch.device("cpu"))

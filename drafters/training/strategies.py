@@ -152,6 +152,8 @@ class _AsTheyAre(DeepSpeedPrecision):
 class ZeroStrategy(DeepSpeedStrategy):
     """DeepSpeed's ZeRO: stage 2 shares out gradients and optimizer state, stage 3 the weights too."""
 
+    needs_gpu = True  # says Lightning
+
     def __init__(self, **options: Any) -> None:
         super().__init__(precision_plugin=_AsTheyAre("32-true"), **options)
         # Small weights that stay whole come in another order after a resume than the one that stage 3 has learned.
@@ -275,6 +277,10 @@ def placement(settings: Mapping[str, Any], ranks: Ranks, device: torch.device) -
             raise ConfigError(f"trainer.{name}: got {asked}, but {found} were started; give one or leave it out")
     accelerator = "gpu" if device.type == "cuda" else device.type
     strategy = settings.get("strategy", AUTO)
+    if is_deepspeed(strategy) and device.type != "cuda" and getattr(locate(strategy["_target_"]), "needs_gpu", True):
+        raise ConfigError(
+            f"trainer.strategy: DeepSpeed needs GPUs, and this is {device}; accepted here: trainer=ddp, fsdp"
+        )
     # Of one process there is nothing to share out; of several, plain "ddp" waits for parts that nobody used.
     shared = {} if is_deepspeed(strategy) else {"strategy": AUTO}
     # One task of SLURM is told of too: Lightning would answer signals that are ours to answer.
