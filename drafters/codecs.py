@@ -25,7 +25,7 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST8 = torch.finfo(FLOAT8).max
 # Scales stay above 0, where a row or group is all zeros.
 LEAST = 1e-7
-BLOCK = 2**16  # numbers that one thread decodes at a time
+BLOCK = 2**17  # numbers that one thread decodes at a time
 FINE = 511  # int4 is looked up on a grid of this many steps from 0 to the largest of a group
 
 
@@ -157,7 +157,11 @@ def _float8(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
 
 
 def _int8(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
-    torch.mul(parts["data"].bfloat16(), spread(parts["scale"], Int8Codec.group, out_ND.shape[1]), out=out_ND)
+    # Groups of 64 are as long as one vector operation: the product may repeat each scale within itself.
+    group, num_whole = Int8Codec.group, out_ND.shape[1] // Int8Codec.group
+    out_ND.copy_(parts["data"])
+    out_ND[:, : num_whole * group].unflatten(1, (num_whole, group)).mul_(parts["scale"][:, :num_whole, None])
+    out_ND[:, num_whole * group :].mul_(parts["scale"][:, num_whole:])
 
 
 def _int4(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
