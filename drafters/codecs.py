@@ -150,9 +150,9 @@ def in_blocks(
 
 def _float8(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
     # A cast from this type takes numbers one by one. Its bits in the places of float16's are the number / 2^8, also
-    # where float16 is subnormal; widening repeats the sign, which the shift takes into its place and one beyond.
+    # where float16 is subnormal. Widening repeats the sign: the shift leaves it in its place, and a copy to be cleared.
     bits_ND = parts["data"].view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    # An encoded row of finite float32 has a scale below 2^120.
+    # No overflow: the largest of finite numbers makes a scale below 2^120.
     out_ND.copy_(bits_ND.view(torch.float16).float().mul_(parts["scale"] * 2.0**8))
 
 
