@@ -133,45 +133,44 @@ class Int4Codec:
 
 
 def in_blocks(
-    decode: Callable[[Mapping[str, Tensor], Tensor], None],
-    parts: Mapping[str, Tensor],
-    width: int,
-    out: Tensor | None,
+    decode: Callable[[Tensor, Tensor, Tensor], None], parts: Mapping[str, Tensor], width: int, out: Tensor | None
 ) -> Tensor:
-    """What `decode` writes of each run of rows, bfloat16 [N, width]: in `out`, or a new tensor."""
-    rows = len(parts["data"])
-    out_ND = torch.empty(rows, width, dtype=torch.bfloat16) if out is None else out
-    step = max(1, BLOCK * torch.get_num_threads() // max(1, width))
-    for start in range(0, rows, step):
-        span = slice(start, start + step)
-        decode({name: part[span] for name, part in parts.items()}, out_ND[span])
+    """What `decode(data, scale, out)` writes of each run of rows, bfloat16 [N, width]: in `out`, or a new tensor."""
+    data, scale = parts["data"], parts["scale"]
+    out_ND = torch.empty(len(data), width, dtype=torch.bfloat16) if out is None else out
+    rows = max(1, BLOCK * torch.get_num_threads() // max(1, width))
+    for block in zip(data.split(rows), scale.split(rows), out_ND.split(rows), strict=True):
+        decode(*block)
     return out_ND
 
 
-def _float8(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
+def _float8(data_ND: Tensor, scale_N1: Tensor, out_ND: Tensor) -> None:
     # A cast from this type takes numbers one by one. Its bits in the places of float16's are the number / 2^8, also
     # where float16 is subnormal. Widening repeats the sign: the shift leaves it in its place, and a copy to be cleared.
-    bits_ND = parts["data"].view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    bits_ND = data_ND.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
     # No overflow: the largest of finite numbers makes a scale below 2^120.
-    out_ND.copy_(bits_ND.view(torch.float16).float().mul_(parts["scale"] * 2.0**8))
+    out_ND.copy_(bits_ND.view(torch.float16).float().mul_(scale_N1 * 2.0**8))
 
 
-def _int8(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
+def _int8(data_ND: Tensor, scale_NG: Tensor, out_ND: Tensor) -> None:
     # Groups of 64 are as long as one vector operation: the product may repeat each scale within itself.
     group, num_whole = Int8Codec.group, out_ND.shape[1] // Int8Codec.group
-    out_ND.copy_(parts["data"])
-    out_ND[:, : num_whole * group].unflatten(1, (num_whole, group)).mul_(parts["scale"][:, :num_whole, None])
-    out_ND[:, num_whole * group :].mul_(parts["scale"][:, num_whole:])
+    out_ND.copy_(data_ND)
+    out_ND[:, : num_whole * group].unflatten(1, (num_whole, group)).mul_(scale_NG[:, :num_whole, None])
+    if num_whole < scale_NG.shape[1]:
+        out_ND[:, num_whole * group :].mul_(scale_NG[:, num_whole:])
 
 
-def _int4(parts: Mapping[str, Tensor], out_ND: Tensor) -> None:
+def _int4(data_NP: Tensor, scale_NG: Tensor, out_ND: Tensor) -> None:
     # Four numbers a look-up where the rows can be seen as words of two bytes.
-    data, word = parts["data"], torch.uint8 if out_ND.shape[1] % 4 else torch.uint16
-    if data.storage_offset() % word.itemsize:
-        data = data.clone()
-    values_NW = _levels(word).index_select(0, data.view(word).int().flatten())
-    values_ND = values_NW.view(torch.bfloat16).view(out_ND.shape)
-    torch.mul(values_ND, spread(parts["scale"], Int4Codec.group, out_ND.shape[1]), out=out_ND)
+    word = torch.uint8 if data_NP.shape[1] % 2 else torch.uint16
+    if data_NP.storage_offset() % word.itemsize:
+        data_NP = data_NP.clone()
+    bits_W = _levels(word).index_select(0, data_NP.view(word).int().flatten())
+    values_ND = bits_W.view(torch.bfloat16).view(len(out_ND), out_ND.shape[1])
+    # A product that repeats a scale within itself takes each group of 16 alone: slower than a copy and a plain product.
+    scale_ND = scale_NG[..., None].expand(-1, -1, Int4Codec.group).flatten(1)[:, : out_ND.shape[1]]
+    torch.mul(values_ND, scale_ND, out=out_ND)
 
 
 @cache
@@ -200,12 +199,6 @@ def grouped(rows_ND: Tensor, group: int) -> Tensor:
     """[N, groups, group], with zeros where the last group has fewer."""
     missing = -rows_ND.shape[1] % group
     return F.pad(rows_ND, (0, missing)).unflatten(1, (-1, group)) if missing else rows_ND.unflatten(1, (-1, group))
-
-
-def spread(scale_NG: Tensor, group: int, width: int) -> Tensor:
-    """The scale of each number, [N, width]. A product that repeats a scale within itself is slower than this copy and a
-    plain product, since it takes each group by itself."""
-    return scale_NG[..., None].expand(-1, -1, group).flatten(1)[:, :width]
 
 
 CODECS: dict[str, Codec] = {
