@@ -169,7 +169,7 @@ def _int4(data_NP: Tensor, scale_NG: Tensor, out_ND: Tensor) -> None:
     bits_W = _levels(word).index_select(0, data_NP.view(word).int().flatten())
     values_ND = bits_W.view(torch.bfloat16).view(len(out_ND), out_ND.shape[1])
     # A product that repeats a scale within itself takes each group of 16 alone: slower than a copy and a plain product.
-    scale_ND = scale_NG[..., None].expand(-1, -1, Int4Codec.group).flatten(1)[:, : out_ND.shape[1]]
+    scale_ND = scale_NG.repeat_interleave(Int4Codec.group, 1)[:, : out_ND.shape[1]]
     torch.mul(values_ND, scale_ND, out=out_ND)
 
 
