@@ -150,8 +150,15 @@ class HiddenCache:
             part: Tensor = file.get_slice(name)[span]
             return part
 
-        def states(name: str, span: slice = slice(start, stop)) -> Tensor:
-            return self._codec.decode({part: rows(f"{name}.{part}", span) for part in self._codec.parts})
+        def states(name: str, span: slice = slice(start, stop), out: Tensor | None = None) -> Tensor:
+            return self._codec.decode({part: rows(f"{name}.{part}", span) for part in self._codec.parts}, out)
+
+        aux_TLD = None
+        if layer_ids:
+            shape = (stop - start, len(layer_ids), self.manifest.hidden_size)
+            aux_TLD = torch.empty(shape, dtype=self._codec.dtype)
+            for place, layer in enumerate(layer_ids):
+                states(f"layer.{layer}", out=aux_TLD[:, place])
 
         loss_mask_T = rows("loss_mask")
         if self.manifest.last == ALL:
@@ -167,7 +174,7 @@ class HiddenCache:
             source=self.sources[index],
             tokens_T=rows("tokens").to(torch.int64),
             loss_mask_T=loss_mask_T,
-            aux_TLD=torch.stack([states(f"layer.{layer}") for layer in layer_ids], dim=1) if layer_ids else None,
+            aux_TLD=aux_TLD,
             last_TD=last_TD,
             lse_T=rows("lse"),
         )

@@ -1,7 +1,9 @@
 # How hidden states are spelled on disk. A codec turns rows [N, D] into named parts whose first dimension is N, so
-# that a reader fetches any run of rows by slicing every part; scales of quantized codecs are parts too.
+# that a reader fetches any run of rows by slicing every part; scales of quantized codecs are parts too. A training step
+# waits for its batch to be decoded: that goes in blocks that stay in the processor's cache, by the few operations of
+# torch that take many numbers at a time.
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -23,6 +25,7 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST8 = torch.finfo(FLOAT8).max
 # Scales stay above 0, where a row or group is all zeros.
 LEAST = 1e-7
+BLOCK = 2**18  # numbers that one thread decodes at a time: with all between, about two megabytes
 FINE = 511  # int4 is looked up on a grid of this many steps from 0 to the largest of a group
 
 
@@ -33,14 +36,19 @@ class Codec(Protocol):
     def parts(self) -> tuple[str, ...]:
         """Names of the tensors that `encode` returns; a file calls them `<layer>.<part>`."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of decoded states: bfloat16 or float32."""
+
     def row_bytes(self, width: int) -> int:
         """Bytes on disk of one row of `width` numbers."""
 
     def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
         """Contiguous CPU tensors, N rows each."""
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """States [N, D], in bfloat16 or float32."""
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """States [N, D] of CPU parts: in `out`, of this shape and `dtype` and of any strides, else in a new tensor or a
+        view of the parts."""
 
 
 class CastCodec:
@@ -57,8 +65,8 @@ class CastCodec:
     def encode(self, rows_ND: Tensor) -> dict[str, Tensor]:
         return {"data": rows_ND.to(device="cpu", dtype=self.dtype).contiguous()}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return parts["data"]
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        return parts["data"] if out is None else out.copy_(parts["data"])
 
 
 class Float8Codec:
@@ -66,6 +74,7 @@ class Float8Codec:
     large ones and many small ones keep both."""
 
     parts = ("data", "scale")
+    dtype = torch.bfloat16
 
     def row_bytes(self, width: int) -> int:
         return width + torch.float32.itemsize
@@ -75,11 +84,8 @@ class Float8Codec:
         scale_N1 = (wide_ND.abs().amax(1, keepdim=True) / LARGEST8).clamp_min(LEAST)
         return {"data": (wide_ND / scale_N1).to(FLOAT8).cpu(), "scale": scale_N1.cpu()}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        # A cast from this type takes numbers one by one. Its bits in the places of bfloat16's are the number / 2^120.
-        bits_ND = parts["data"].view(torch.int8).short()
-        moved_ND = (bits_ND & 0x7F).bitwise_left_shift_(4).bitwise_or_(bits_ND & -0x8000)
-        return (moved_ND.view(torch.bfloat16).float().mul_(2.0**120)).mul_(parts["scale"]).bfloat16()
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        return in_blocks(_float8, parts, parts["data"].shape[1], out)
 
 
 class Int8Codec:
@@ -87,6 +93,7 @@ class Int8Codec:
     numbers, and lose the others."""
 
     parts = ("data", "scale")
+    dtype = torch.bfloat16
     group = 64
 
     def row_bytes(self, width: int) -> int:
@@ -99,8 +106,8 @@ class Int8Codec:
         data_ND = data_NGS.to(torch.int8).flatten(1)[:, : rows_ND.shape[1]]
         return {"data": data_ND.cpu().contiguous(), "scale": scale_NG.cpu()}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return scaled(parts["data"].bfloat16(), parts["scale"], self.group)
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        return in_blocks(_int8, parts, parts["data"].shape[1], out)
 
 
 class Int4Codec:
@@ -108,6 +115,7 @@ class Int4Codec:
     width."""
 
     parts = ("data", "scale")
+    dtype = torch.bfloat16
     group = 16
 
     def row_bytes(self, width: int) -> int:
@@ -120,16 +128,59 @@ class Int4Codec:
         level_ND = _nearest_level().to(rows_ND.device)[fine_NGS.int().flatten(1)[:, : rows_ND.shape[1]]]
         return {"data": (level_ND[:, ::2] | level_ND[:, 1::2] << 4).cpu(), "scale": scale_NG.cpu()}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values_NP2 = F.embedding(parts["data"].int(), _pairs())
-        return scaled(values_NP2.flatten(1), parts["scale"], self.group)
+    def decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        return in_blocks(_int4, parts, 2 * parts["data"].shape[1], out)
+
+
+def in_blocks(
+    decode: Callable[[Tensor, Tensor, Tensor], None], parts: Mapping[str, Tensor], width: int, out: Tensor | None
+) -> Tensor:
+    """What `decode(data, scale, out)` writes of each run of rows, bfloat16 [N, width]: in `out`, or a new tensor."""
+    data, scale = parts["data"], parts["scale"]
+    out_ND = torch.empty(len(data), width, dtype=torch.bfloat16) if out is None else out
+    rows = max(1, BLOCK * torch.get_num_threads() // max(1, width))
+    for block in zip(data.split(rows), scale.split(rows), out_ND.split(rows), strict=True):
+        decode(*block)
+    return out_ND
+
+
+def _float8(data_ND: Tensor, scale_N1: Tensor, out_ND: Tensor) -> None:
+    # A cast from this type takes numbers one by one. Its bits in the places of float16's are the number / 2^8, also
+    # where float16 is subnormal. Widening repeats the sign: the shift leaves it in its place, and a copy to be cleared.
+    bits_ND = data_ND.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    # No overflow: the largest of finite numbers makes a scale below 2^120.
+    out_ND.copy_(bits_ND.view(torch.float16).float().mul_(scale_N1 * 2.0**8))
+
+
+def _int8(data_ND: Tensor, scale_NG: Tensor, out_ND: Tensor) -> None:
+    # Groups of 64 are as long as one vector operation: the product may repeat each scale within itself.
+    group, num_whole = Int8Codec.group, out_ND.shape[1] // Int8Codec.group
+    out_ND.copy_(data_ND)
+    out_ND[:, : num_whole * group].unflatten(1, (num_whole, group)).mul_(scale_NG[:, :num_whole, None])
+    if num_whole < scale_NG.shape[1]:
+        out_ND[:, num_whole * group :].mul_(scale_NG[:, num_whole:])
+
+
+def _int4(data_NP: Tensor, scale_NG: Tensor, out_ND: Tensor) -> None:
+    # Four numbers a look-up where the rows can be seen as words of two bytes.
+    word = torch.uint8 if data_NP.shape[1] % 2 else torch.uint16
+    if data_NP.storage_offset() % word.itemsize:
+        data_NP = data_NP.clone()
+    bits_W = _levels(word).index_select(0, data_NP.view(word).int().flatten())
+    values_ND = bits_W.view(torch.bfloat16).view(len(out_ND), out_ND.shape[1])
+    # A product that repeats a scale within itself takes each group of 16 alone: slower than a copy and a plain product.
+    scale_ND = scale_NG.repeat_interleave(Int4Codec.group, 1)[:, : out_ND.shape[1]]
+    torch.mul(values_ND, scale_ND, out=out_ND)
 
 
 @cache
-def _pairs() -> Tensor:
-    """The two levels of each byte, bfloat16 [256, 2]."""
-    levels = torch.tensor(NF4, dtype=torch.bfloat16)
-    return torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=1)
+def _levels(word: torch.dtype) -> Tensor:
+    """The levels of each word of one or two bytes, bfloat16 in the bits of one integer: int32 [256], int64 [65536]."""
+    words = torch.arange(2 ** (8 * word.itemsize)).to(word)
+    bytes_WB = words.view(torch.uint8).view(len(words), word.itemsize)
+    codes_WN = torch.stack([bytes_WB & 15, bytes_WB >> 4], dim=2).flatten(1).int()
+    bits_WN = torch.tensor(NF4, dtype=torch.bfloat16)[codes_WN]
+    return bits_WN.view(torch.int32 if word == torch.uint8 else torch.int64).flatten()
 
 
 @cache
@@ -148,11 +199,6 @@ def grouped(rows_ND: Tensor, group: int) -> Tensor:
     """[N, groups, group], with zeros where the last group has fewer."""
     missing = -rows_ND.shape[1] % group
     return F.pad(rows_ND, (0, missing)).unflatten(1, (-1, group)) if missing else rows_ND.unflatten(1, (-1, group))
-
-
-def scaled(values_ND: Tensor, scale_NG: Tensor, group: int) -> Tensor:
-    """Values times the scale of their group."""
-    return (grouped(values_ND, group) * scale_NG[..., None]).flatten(1)[:, : values_ND.shape[1]]
 
 
 CODECS: dict[str, Codec] = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from drafters import codecs
 from drafters.codecs import CODECS, NF4, find_codec
 from drafters.errors import ConfigError
 
@@ -52,12 +53,87 @@ def test_fp8_errors_are_in_proportion_to_each_number():
     assert ((back_ND - rows_ND).abs() <= (2**-4 + 2**-7) * rows_ND.abs() + 2**-9 / 448 * largest_N1 + 1e-9).all()
 
 
-def test_fp8_bits_are_the_numbers_of_a_cast():
-    every = torch.arange(256).to(torch.uint8)
-    data = every[(every & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]
-    for scale in (1.0, 3e-5, 700.0):
-        naive = (data.float() * scale).bfloat16()
-        assert torch.equal(CODECS["fp8"].decode({"data": data, "scale": torch.full((1, 1), scale)}), naive)
+def number_of_fp8(code: int) -> float:
+    """By the format's definition; the codes of NaN, which are never written, go on as 480."""
+    sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
+    return (-1) ** sign * (2.0 ** (exponent - 7) * (1 + fraction / 8) if exponent else 2.0**-6 * fraction / 8)
+
+
+# From the least scale to that of a row with the largest bfloat16.
+@pytest.mark.parametrize("scale", [1e-7, 3e-5, 1.0, 700.0, torch.finfo(torch.bfloat16).max / 448])
+def test_fp8_is_the_number_of_each_code_times_the_scale(scale):
+    numbers = torch.tensor([[number_of_fp8(code) for code in range(256)]])
+    data = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)[None]
+    finite = data.float().isfinite()
+    assert torch.equal(numbers[finite], data.float()[finite])
+    found = CODECS["fp8"].decode({"data": data, "scale": torch.full((1, 1), scale)})
+    assert torch.equal(found, (numbers * torch.tensor(scale)).bfloat16())
+    assert found[finite].isfinite().all()
+    assert found[0, 128].signbit()
+
+
+@pytest.mark.parametrize("width", [1, 6, 63, 64, 65, 130])
+def test_int8_is_each_number_times_the_scale_of_its_group(width):
+    generator = torch.Generator().manual_seed(width)
+    data = torch.randint(-127, 128, (5, width), generator=generator, dtype=torch.int8)
+    scale = torch.logspace(-7, 35, 5 * -(-width // 64)).view(5, -1).bfloat16()
+    found = CODECS["int8"].decode({"data": data, "scale": scale})
+    for row in range(5):
+        for place in range(width):
+            naive = (data[row, place].float() * scale[row, place // 64].float()).bfloat16()
+            assert found[row, place] == naive
+
+
+# Rows of odd numbers of bytes, whole words of two, and a last group that is not full.
+@pytest.mark.parametrize("width", [2, 4, 6, 16, 18, 20, 38, 64])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_int4_is_the_level_of_each_code_times_the_scale_of_its_group(width, offset):
+    generator = torch.Generator().manual_seed(width)
+    stored = torch.randint(256, (offset + 7 * width // 2,), generator=generator, dtype=torch.uint8)
+    data = stored[offset:].view(7, width // 2)  # a mapped file may hold it at an odd place
+    scale = torch.logspace(-7, 38, 7 * -(-width // 16)).view(7, -1).bfloat16()
+    found = CODECS["int4"].decode({"data": data, "scale": scale})
+    levels = torch.tensor(NF4).bfloat16()
+    for row in range(7):
+        for place in range(width):
+            code = int(data[row, place // 2]) >> 4 * (place % 2) & 15
+            naive = (levels[code].float() * scale[row, place // 16].float()).bfloat16()
+            assert found[row, place] == naive
+
+
+def test_int4_knows_every_pair_of_bytes():
+    data = torch.arange(65536).to(torch.uint16).view(torch.uint8).view(-1, 2)
+    codes = torch.stack([data[:, 0] & 15, data[:, 0] >> 4, data[:, 1] & 15, data[:, 1] >> 4], dim=1)
+    scale = torch.ones(len(data), 1, dtype=torch.bfloat16)
+    found = CODECS["int4"].decode({"data": data, "scale": scale})
+    assert torch.equal(found, torch.tensor(NF4).bfloat16()[codes.int()])
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("width", [38, 128])
+def test_decodes_into_a_layer_of_a_stack(name, width):
+    codec = CODECS[name]
+    parts = codec.encode(rows(width))
+    alone = codec.decode(parts)
+    assert alone.dtype == codec.dtype
+    stack = torch.full((40, 3, width), torch.nan, dtype=codec.dtype)
+    codec.decode(parts, stack[:, 1])
+    assert torch.equal(stack[:, 1], alone)
+    assert stack[:, ::2].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("rows_each", [1, 7, 8])
+def test_blocks_do_not_change_the_numbers(monkeypatch, name, rows_each):
+    parts = CODECS[name].encode(rows(130))
+    whole, seen = CODECS[name].decode(parts), []
+    monkeypatch.setattr(codecs, "BLOCK", rows_each * 130)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    decode = getattr(codecs, kernel := f"_{name.replace('fp', 'float')}")
+    monkeypatch.setattr(codecs, kernel, lambda *block: seen.append(len(block[2])) or decode(*block))
+    assert torch.equal(CODECS[name].decode(parts), whole)
+    assert seen[:2] == [rows_each, rows_each]
+    assert sum(seen) == 40
 
 
 def test_int8_is_the_nearest_multiple_of_the_group_s_scale():
