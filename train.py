@@ -68,6 +68,8 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
             resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
         device = torch.device(pick_device(ranks.device(cfg.device)))
         target = load_target(settings["target"], device=data.target_device or str(device))
+        check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
+        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
@@ -85,8 +87,6 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
         dense = how_dense(settings["trainer"])
         module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, dense=dense)
-        check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
-        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
         report(run, target, prompts, config, settings, ranks)
 
