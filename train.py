@@ -44,7 +44,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     from drafters.door import load_target, pick_device, say
     from drafters.heads.start import Start, check_block_size
     from drafters.runs import claim
-    from drafters.training.fit import check_fits, fit, start_drafter
+    from drafters.training.fit import begin_logging, check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import how_dense
     from drafters.training.strategies import check_strategy, placement
@@ -64,7 +64,6 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
             folder_of(warm_start)
         with ranks.first_goes_first():
             parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
-        with ranks.first_goes_first():
             resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
         device = torch.device(pick_device(ranks.device(cfg.device)))
         target = load_target(settings["target"], device=data.target_device or str(device))
@@ -85,8 +84,8 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         config = measured_as(plan, target)
         check_settings(drafter, prompts, config, key="report")
         probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
-        dense = how_dense(settings["trainer"])
-        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, dense=dense)
+        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, dense=how_dense(cfg.trainer))
+        begin_logging(plan, run, module, ranks)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
         report(run, target, prompts, config, settings, ranks)
 
@@ -132,17 +131,23 @@ def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
 def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
     """Raises ConfigError for the first setting that is unknown or wrong."""
     from data.sources import DataConfig
+    from drafters.batches import check_batch_size
     from drafters.config import to_plain
     from drafters.distributed import Ranks
     from drafters.training import plan
-    from drafters.training.strategies import num_processes
+    from drafters.training.strategies import check_kind, check_strategy, num_processes
 
     alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
+    check_kind(to_plain(cfg.trainer))
     is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
     build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
     num_processes(to_plain(cfg.trainer), ranks or Ranks())
     plan.how_dense(to_plain(cfg.trainer))
-    return plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
+    made = plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
+    size = 1 if ranks is None else ranks.size
+    check_batch_size(made.data.batch_size, size)
+    check_strategy(to_plain(cfg.trainer), None, averages=made.optim.ema_decay is not None, size=size)
+    return made
 
 
 def build_trainer(cfg: DictConfig, **given: Any) -> "Trainer":

@@ -17,7 +17,15 @@ from drafters.cache import CachedSample
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.types import Batch, Needs
 
-__all__ = ["BatchConfig", "StateSource", "StatesDataModule", "StatesLoader", "batch_seed", "collate"]
+__all__ = [
+    "BatchConfig",
+    "StateSource",
+    "StatesDataModule",
+    "StatesLoader",
+    "batch_seed",
+    "check_batch_size",
+    "collate",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,15 @@ def batch_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
+def check_batch_size(batch_size: int, num_ranks: int) -> None:
+    """Raises ConfigError where a step has fewer conversations than ranks."""
+    if batch_size < num_ranks:
+        raise ConfigError(
+            f"data.batch_size: got {batch_size} for {num_ranks} ranks; it counts the conversations of a step over all "
+            f"ranks: accepted is {num_ranks} or more"
+        )
+
+
 class StatesLoader:
     """Batches of the samples `indices`, for one rank. Iterating goes on where `finished` says: at that many batches
     since the start of training. Without it each iteration is the whole of epoch 0, and nothing is shuffled. `seconds`
@@ -93,11 +110,7 @@ class StatesLoader:
                 f"data: {len(indices)} conversations for {self.num_ranks} ranks; each rank needs one of every split: "
                 "use more data, a larger validation share, or fewer devices"
             )
-        if config.batch_size < self.num_ranks:
-            raise ConfigError(
-                f"data.batch_size: got {config.batch_size} for {self.num_ranks} ranks; it counts the conversations of "
-                f"a step over all ranks: accepted is {self.num_ranks} or more"
-            )
+        check_batch_size(config.batch_size, self.num_ranks)
         # Steps of validation need not be mixed: equal lengths waste no padding.
         lengths = source.lengths
         self._last_order: tuple[int, list[int]] = (-1, [])

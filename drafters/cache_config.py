@@ -36,6 +36,8 @@ class CaptureConfig:
             raise ValueError(f"last: got '{self.last}'; accepted: {ALL}, {SUPERVISED}")
         if self.tokens_per_shard < 1 or self.batch_tokens < 1:
             raise ValueError("tokens_per_shard and batch_tokens must be 1 or more")
+        if self.mirror is not None and is_url(self.mirror):
+            raise ValueError(f"mirror: got '{self.mirror}'; accepted: a folder of this machine, not a URL")
         if self.root is not None and is_url(self.root):
             check_url(self.root)
         elif self.mirror is not None:

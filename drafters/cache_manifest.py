@@ -113,7 +113,8 @@ class Manifest:
             raise DataError(f"cache: no {MANIFEST} in {folder}; make it with `python -m data.capture`") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"cache: {folder.name_of(MANIFEST)} is damaged ({error}); remove the folder and capture it again"
+                f"cache: {folder.name_of(MANIFEST)} is damaged ({error}); remove that file alone, the capture command "
+                "makes it again and keeps the shards"
             ) from error
 
     @property

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureConfig", "Crew", "Estimate", "ShardPlan", "Watcher", "cache_folder", "capture", "plan_shards"]
 
+REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.ELOOP)  # by a disk
 SPARE_BYTES = 64 * 2**20  # what a capture leaves free beside 5 % of its own size
 
 
@@ -350,13 +351,13 @@ def _disk_errors(folder: Folder) -> Iterator[None]:
             raise DataError(
                 f"cache: no space left on the disk of {folder.disk}; make room, the same command goes on from there"
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
-            raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
-        if error.errno == errno.ENOENT:
+        if error.errno == errno.ENOENT and folder.disk.parent.exists():
             raise DataError(
                 f"cache: {error}: removed by another process, perhaps a second capture into {folder}; the same "
                 "command goes on from there"
             ) from error
+        if error.errno in REFUSED:
+            raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
         raise
 
 

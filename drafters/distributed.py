@@ -142,10 +142,7 @@ class Ranks:
             dist.all_gather_object(told, (name, value, error and _plain(error)), group=self._group)
         except RuntimeError as reason:
             self._lost = True
-            raise DraftersError(
-                f"rank {self.rank}: another of the {self.size} processes ended or gave no answer; its own message "
-                f"says why ({_first_line(reason)})"
-            ) from reason
+            raise self._left_alone(reason) from reason
         for _, _, failure in told:
             if failure is not None:
                 self._agreed = True
@@ -153,6 +150,12 @@ class Ranks:
         names = {name for name, _, _ in told}
         assert len(names) == 1, f"ranks do different things: {sorted(names)}"
         return [value for _, value, _ in told]
+
+    def _left_alone(self, reason: RuntimeError) -> DraftersError:
+        return DraftersError(
+            f"rank {self.rank}: another of the {self.size} processes ended or gave no answer; its own message says "
+            f"why ({_first_line(reason)})"
+        )
 
     @contextmanager
     def _end_together(self) -> Iterator[None]:
@@ -169,6 +172,11 @@ class Ranks:
                 if self.is_first:
                     raise
                 raise SystemExit(INTERRUPTED) from None  # the first one says it
+            except RuntimeError as error:
+                if not _is_lost(error):
+                    raise
+                self._lost = True
+                raise self._left_alone(error) from error
             self._exchange("end", None, failure)
         except DraftersError:
             if self._agreed and not self.is_first and not os.environ.get("DRAFTERS_DEBUG"):
@@ -188,8 +196,8 @@ def leave() -> None:
 
 def launch(count: int, script: str, arguments: Sequence[str]) -> int:
     """Run `count` processes of a script on this machine, as torchrun does, and wait for them: the exit status of one
-    that failed, else 0. They say what went wrong themselves. SIGINT and SIGTERM are passed on to them, which then have
-    SAVING seconds to end."""
+    that failed, else 0. They say what went wrong themselves; of one that a signal ended, a DraftersError does. SIGINT
+    and SIGTERM are passed on to them, which then have SAVING seconds to end."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -199,7 +207,13 @@ def launch(count: int, script: str, arguments: Sequence[str]) -> int:
     try:
         run.main([*options, script, *arguments])
     except ChildFailedError as error:
-        return int(error.get_first_failure()[1].exitcode) or 1
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            raise DraftersError(
+                f"process {rank} of {count} was ended by {failure.signal_name()} and could not say why (often for want "
+                "of memory); the same command goes on from what was saved"
+            ) from error
+        return int(failure.exitcode) or 1
     except SignalException:
         return INTERRUPTED
     return 0
@@ -293,6 +307,11 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _plain(error: DraftersError) -> DraftersError:
     """The error as all ranks can read it: subclasses may need more than a message to be made."""
     return next(kind for kind in KINDS if isinstance(error, kind))(str(error))
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether this is what torch raises where another process is gone, also in collectives that are not of Ranks."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _first_line(error: RuntimeError) -> str:

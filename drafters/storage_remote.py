@@ -37,8 +37,10 @@ DRIVER_ERRORS = (
 
 
 def check_url(url: str, *, key: str = "cache.root") -> None:
-    """Raises ConfigError when fsspec does not know the protocol or lacks its driver."""
+    """Raises ConfigError when the URL names no folder, or fsspec does not know the protocol or lacks its driver."""
     shown = without_secrets(url)
+    if not url.rpartition("://")[2].strip("/"):
+        raise ConfigError(f"{key}: got '{shown}', which names no folder; accepted: protocol://bucket/folder")
     for part in url.split("::"):
         protocol = part.partition("://")[0]
         try:

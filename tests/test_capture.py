@@ -229,6 +229,9 @@ def test_other_disk_errors(target, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write to .*choose another cache.root"):
         captured(target, tmp_path / "file" / "c")
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted" / "scratch")
+    with pytest.raises(DataError, match=r"cannot write to .*link/c.*choose another cache.root"):
+        captured(target, tmp_path / "link" / "c")
     for error in (OSError(errno.EIO, "broken"), SafetensorError("something else")):
         monkeypatch.setattr(cache_writer, "write_shard", lambda *a, error=error, **k: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):

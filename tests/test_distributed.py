@@ -25,6 +25,12 @@ from drafters.door import door
 from drafters.errors import ConfigError, DataError
 say = lambda *words: sys.stdout.write(" ".join(map(str, words)) + "\\n")
 """
+KILLED = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
 RANKS = "with door(), Ranks.from_environment() as ranks:\n"
 
 
@@ -209,10 +215,41 @@ def test_an_error_that_is_handed_in_is_caught_alike_on_all():
     assert start(RANKS + body) == [(1, caught, "error: length: got 9\n"), (0, caught, "")]
 
 
-def test_a_rank_that_dies_is_noticed_at_once():
+def test_a_disk_that_fails_one_rank_in_a_training_ends_all():
     body = """
+    from types import SimpleNamespace
+    from drafters.errors import CheckpointError
+    from drafters.training.strategies import together
+    trainer = SimpleNamespace(world_size=2)
+    for failing in (None, 1):
+        with together(trainer):
+            if ranks.rank == failing:
+                raise CheckpointError("last.ckpt: no space left")
+        say("saved")
+"""
+    opening = "warnings.simplefilter('ignore')\n" + RANKS
+    (code, out, err), other = start(opening + body)
+    assert (code, out, err.splitlines()[-1]) == (1, "saved\n", "error: last.ckpt: no space left")
+    assert other[:2] == (0, "saved\n")
+
+
+def test_of_a_process_that_is_killed_the_one_that_started_it_tells(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    body = OPENING + f"from drafters.distributed import launch\nwith door():\n    launch(2, {str(script)!r}, [])"
+    start = [sys.executable, "-c", body]
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: process 1 of 2 was ended by SIGKILL and could not say why")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("waiting", ["ranks.barrier()", "torch.distributed.all_reduce(torch.zeros(1))"])
+def test_a_rank_that_dies_is_noticed_at_once(waiting):
+    body = f"""
+    import torch
     if ranks.is_first:
-        ranks.barrier()
+        {waiting}
     else:
         os._exit(9)
 """

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from drafters.distributed import Ranks
 from drafters.errors import ConfigError
-from drafters.training.strategies import check_strategy, num_processes, placement
+from drafters.training.strategies import ZeroStrategy, check_kind, check_strategy, num_processes, placement
 from tests.door_world import ROOT
 from tests.strategy_worker import CASES, SHARDED, STEPS, ZERO, Case, silent_world, train
 from tests.training_doubles import LIGHTNING_NOISE
@@ -113,6 +113,18 @@ def test_what_a_strategy_cannot_do_is_refused(tmp_path):
         (parts / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     refused("is of 3 processes, these are 2; start 3", {"strategy": ZERO}, parts.parent)
     check_strategy({"strategy": ZERO}, parts.parent, averages=False, size=3)
+
+
+def test_strategies_are_ours_or_lightnings_own_data_parallel():
+    for fine in ({}, {"strategy": "ddp"}, {"strategy": SHARDED}, {"strategy": ZERO}):
+        check_kind(fine)
+    for wrong in ("deepspeed_stage_2", "ddp_spawn", None, 3, ["ddp"]):
+        with pytest.raises(ConfigError, match=r"trainer\.strategy: got .*; accepted: auto, ddp"):
+            check_kind({"strategy": wrong})
+    with pytest.raises(ConfigError, match=r"_target_: got 'pathlib\.Path'; accepted: a subclass of .*Strategy"):
+        check_kind({"strategy": {"_target_": "pathlib.Path"}})
+    with pytest.raises(ValueError, match="stage: got 7; accepted: 2, 3"):
+        ZeroStrategy(stage=7)
 
 
 def test_the_number_of_processes(monkeypatch):

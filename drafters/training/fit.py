@@ -12,8 +12,9 @@ from lightning.pytorch import Trainer
 from drafters.batches import BatchConfig, StatesDataModule
 from drafters.cache import HiddenCache
 from drafters.checkpoint import drafter_of_checkpoint
+from drafters.distributed import Ranks
 from drafters.door import screen
-from drafters.errors import ConfigError
+from drafters.errors import ConfigError, DraftersError
 from drafters.heads.base import Drafter
 from drafters.heads.draft_vocab import STORED
 from drafters.heads.start import Start
@@ -31,7 +32,7 @@ from drafters.training.saving import WARNING, TrainingInterrupted
 from drafters.vocab import check_vocab_size
 from drafters.warm_start import begun_from, take_over
 
-__all__ = ["check_fits", "fit", "start_drafter"]
+__all__ = ["begin_logging", "check_fits", "fit", "start_drafter"]
 
 
 def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
@@ -91,8 +92,6 @@ def fit(
         },
     )
     callbacks += build_profiler(plan.profiler, run.folder, optim=plan.optim, console=screen())
-    remember_wandb(run.folder, plan.logger)
-    log_facts(run.folder, plan.logger, module)
     fitting = trainer(logger=plan.logger, callbacks=callbacks, default_root_dir=str(run.folder))
     try:
         fitting.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
@@ -102,3 +101,16 @@ def fit(
         raise KeyboardInterrupt(str(stop)) from stop
     except MisconfigurationException as error:
         raise ConfigError(f"trainer: {one_line(error)}") from error
+
+
+def begin_logging(plan: Plan, run: Run, module: DistillModule, ranks: Ranks) -> None:
+    """The logger's run, and in it what this one is made of; on the first rank alone. Raises ConfigError for what the
+    logger's own library refuses, which it says when it is first used."""
+    try:
+        with ranks.first_goes_first():
+            remember_wandb(run.folder, plan.logger)
+            log_facts(run.folder, plan.logger, module)
+    except DraftersError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"logger: {one_line(error)}; change or leave out that setting of logger=") from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from drafters.checkpoint import read_config, replace_path, write_error
+from drafters.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger
@@ -106,7 +107,10 @@ def _begin_wandb(run: Path, logger: "WandbLogger") -> None:
     # In a sweep of one process: Lightning would log to the run of the job before.
     if wandb.run is not None and wandb.run.id != logger.version:
         wandb.run.finish()
-    begun = logger.experiment
+    try:
+        begun = logger.experiment
+    except wandb.errors.Error as error:
+        raise ConfigError(f"logger: wandb: {error}; WANDB_MODE=offline asks for no server") from error
     path = run / WANDB_RUN
     temp = path.with_name(path.name + ".tmp")
     try:

@@ -110,9 +110,11 @@ def check_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, (value, reason) in DECIDED.items():
         if settings.get(name, value) != value:
             raise ConfigError(f"trainer.{name}: got {settings[name]!r}; accepted: {value}, since {reason}")
-    for name in ("val_check_interval", "accumulate_grad_batches"):
-        if settings.get(name) == 0:
-            raise ConfigError(f"trainer.{name}: got 0; must be above 0")
+    if settings.get("val_check_interval") == 0:
+        raise ConfigError("trainer.val_check_interval: got 0; must be above 0")
+    window = settings.get("accumulate_grad_batches", 1)
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ConfigError(f"trainer.accumulate_grad_batches: got {window!r}; accepted: a number of batches, 1 or more")
     return {name: value for name, (value, _) in DECIDED.items()}
 
 

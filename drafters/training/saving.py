@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from drafters.checkpoint import WHOLE, replace_path, save_drafter, write_error
 from drafters.errors import ConfigError
 from drafters.files import save_tensors
-from drafters.training.strategies import whole_drafter
+from drafters.training.strategies import together, whole_drafter
 
 if TYPE_CHECKING:
     from drafters.training.module import DistillModule
@@ -137,24 +137,35 @@ class LastCheckpoint(Checkpoint):
         temp = self.path.with_name(self.path.name + ".tmp")
         with module.clock.paused():
             module.requests["save"] = False
-            try:
+            with together(trainer), self._cleaning(temp):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                trainer.save_checkpoint(temp, weights_only=False)
-                is_in_parts = isinstance(trainer.strategy, DeepSpeedStrategy)  # of which none is the drafter
-                drafter = whole_drafter(trainer, module) if is_in_parts else None
+            with together(trainer), self._cleaning(temp):
+                try:
+                    trainer.save_checkpoint(temp, weights_only=False)
+                except OSError:
+                    trainer.strategy.barrier()  # where save_checkpoint ends on the ranks that do not write
+                    raise
+            is_in_parts = isinstance(trainer.strategy, DeepSpeedStrategy)  # of which none is the drafter
+            drafter = whole_drafter(trainer, module) if is_in_parts else None
+            with together(trainer), self._cleaning(temp):
                 if drafter is not None and trainer.is_global_zero:
                     tensors = drafter.state_dict(prefix="drafter.")
                     save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, temp / WHOLE)
                 if trainer.is_global_zero:
                     replace_path(temp, self.path)
-            except OSError as error:
-                if temp.is_dir():
-                    shutil.rmtree(temp, ignore_errors=True)
-                else:
-                    temp.unlink(missing_ok=True)
-                raise write_error(self.path, error) from error
-            trainer.strategy.barrier()
         self._saved_at = time.monotonic()
+
+    @contextmanager
+    def _cleaning(self, temp: Path) -> Iterator[None]:
+        """Removes what a full disk left of a checkpoint. Raises CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            if temp.is_dir():
+                shutil.rmtree(temp, ignore_errors=True)
+            else:
+                temp.unlink(missing_ok=True)
+            raise write_error(self.path, error) from error
 
     def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._restore_handlers()
@@ -258,6 +269,6 @@ class SaveDrafter(Callback):
         }
         with module.clock.paused(), averaged_weights(trainer, module):
             drafter = whole_drafter(trainer, module)
-            if drafter is not None and trainer.is_global_zero:
-                save_drafter(drafter, self.folder, spec=module.target_head.spec, provenance=facts)
-            trainer.strategy.barrier()
+            with together(trainer):
+                if drafter is not None and trainer.is_global_zero:
+                    save_drafter(drafter, self.folder, spec=module.target_head.spec, provenance=facts)

@@ -5,7 +5,8 @@
 # Lightning's strategies name LightningModule; these serve DistillModule alone.
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from drafters.config import locate
 from drafters.distributed import Ranks
-from drafters.errors import ConfigError
+from drafters.errors import CheckpointError, ConfigError, DraftersError
 from drafters.heads.base import Drafter
 from drafters.types import Losses
 
@@ -39,9 +40,11 @@ __all__ = [
     "RanksEnvironment",
     "ShardedStrategy",
     "ZeroStrategy",
+    "check_kind",
     "check_strategy",
     "num_processes",
     "placement",
+    "together",
     "total_norm",
     "whole_drafter",
 ]
@@ -49,6 +52,7 @@ __all__ = [
 AUTO, SRUN = "auto", "srun"  # values of trainer.devices beside numbers
 # Some drafters leave a part out (a head whose loss has no weight), so the reduction has to ask which parts were used.
 DATA_PARALLEL = "ddp_find_unused_parameters_true"
+NAMED = (AUTO, "ddp", DATA_PARALLEL)
 
 
 class RanksEnvironment(ClusterEnvironment):
@@ -155,11 +159,30 @@ class ZeroStrategy(DeepSpeedStrategy):
     needs_gpu = True  # says Lightning
 
     def __init__(self, **options: Any) -> None:
+        if (stage := options.get("stage", 2)) not in (2, 3):
+            raise ValueError(f"stage: got {stage!r}; accepted: 2, 3")
         super().__init__(precision_plugin=_AsTheyAre("32-true"), **options)
         # Small weights that stay whole come in another order after a resume than the one that stage 3 has learned.
         assert self.config is not None
         zero = self.config.setdefault("zero_optimization", {})
         zero.setdefault("stage3_param_persistence_threshold", 0)
+
+
+def check_kind(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the trainer's `settings` name a strategy that this module does not serve."""
+    strategy = settings.get("strategy", AUTO)
+    if not isinstance(strategy, Mapping):
+        if strategy not in NAMED:
+            raise ConfigError(
+                f"trainer.strategy: got {strategy!r}; accepted: {', '.join(NAMED)}, or a class, as trainer=fsdp and "
+                "trainer=deepspeed choose"
+            )
+        return
+    kind = locate(str(strategy.get("_target_")), key="trainer.strategy._target_")
+    if not (isinstance(kind, type) and issubclass(kind, Strategy)):
+        raise ConfigError(
+            f"trainer.strategy._target_: got {strategy['_target_']!r}; accepted: a subclass of Lightning's Strategy"
+        )
 
 
 def check_strategy(settings: Mapping[str, Any], checkpoint: Path | None, *, averages: bool, size: int) -> None:
@@ -225,6 +248,24 @@ def whole_drafter(trainer: Trainer, module: "DistillModule") -> Drafter | None:
     else:
         return drafter
     return _copy(module, tensors) if trainer.is_global_zero else None
+
+
+@contextmanager
+def together(trainer: Trainer) -> Iterator[None]:
+    """Within it, ranks do what one of them may fail at: an error of any is raised on all, since the others would wait
+    for it. Left by all ranks at once."""
+    failure: DraftersError | None = None
+    try:
+        yield
+    except DraftersError as error:
+        failure = error
+    told: list[str | None] = [None] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(told, failure and str(failure))
+    if failure is not None:
+        raise failure
+    if (others := next(filter(None, told), None)) is not None:
+        raise CheckpointError(others)
 
 
 def total_norm(gradients: Collection[Tensor]) -> Tensor:
