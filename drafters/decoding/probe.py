@@ -41,7 +41,7 @@ def acceptance_probe(
     )
 
     def probe(drafter: Drafter) -> dict[str, float]:
-        if next(drafter.parameters()).device != target.device:  # the target has a device of its own
+        if any(p.device != target.device for p in drafter.parameters()):  # the target has a device of its own
             drafter = deepcopy(drafter).to(target.device)
         rounds = [r for row in decode(target, drafter, prompts, config) for r in row.rounds]
         by_position = conditional_acceptance(rounds, drafter.block_size)

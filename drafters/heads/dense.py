@@ -16,7 +16,8 @@ from drafters.heads.norms import rms_norm
 
 __all__ = ["Dense", "computed_as", "finish"]
 
-Finish = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # output projection, gain of the norm, gate and up, down
+Finish = Callable[[Tensor, Tensor, Weights, float], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,18 @@ def computed_as(dense: Dense) -> Iterator[None]:
         _dense.reset(token)
 
 
-def finish(x: Tensor, attended: Tensor, o: Tensor, gain: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+def finish(x: Tensor, attended: Tensor, weights: Weights, eps: float) -> Tensor:
     """The residual stream [..., D] after attention [..., N * H] and the MLP."""
     dense = _dense.get()
     function = _compiled() if dense.compile else _finish
-    given = (x, attended, o, gain, gate_up, down, eps)
     if dense.recompute and torch.is_grad_enabled():
-        again: Tensor = checkpoint(function, *given, use_reentrant=False)
+        again: Tensor = checkpoint(function, x, attended, weights, eps, use_reentrant=False)
         return again
-    return function(*given)
+    return function(x, attended, weights, eps)
 
 
-def _finish(x: Tensor, attended: Tensor, o: Tensor, gain: Tensor, gate_up: Tensor, down: Tensor, eps: float) -> Tensor:
+def _finish(x: Tensor, attended: Tensor, weights: Weights, eps: float) -> Tensor:
+    o, gain, gate_up, down = weights
     x = x + F.linear(attended, o)
     normed = rms_norm(x, gain, eps, dtype=down.dtype)
     gate, up = F.linear(normed, gate_up).chunk(2, dim=-1)

@@ -94,7 +94,8 @@ class Eagle3Weights:
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from the residual stream and attention output [..., N * H]."""
-        return finish(residual, attended, self.o, self.mlp_gain, self.gate_up, self.down, self.spec.rms_norm_eps)
+        weights = (self.o, self.mlp_gain, self.gate_up, self.down)
+        return finish(residual, attended, weights, self.spec.rms_norm_eps)
 
 
 @dataclass(kw_only=True)

@@ -170,4 +170,5 @@ class LayerWeights:
 
     def finish(self, x_MD: Tensor, attended_MC: Tensor) -> Tensor:
         """Residual stream after the output projection and the MLP."""
-        return finish(x_MD, attended_MC, self.o, self.mlp_gain, self.gate_up, self.down, self.spec.rms_norm_eps)
+        weights = (self.o, self.mlp_gain, self.gate_up, self.down)
+        return finish(x_MD, attended_MC, weights, self.spec.rms_norm_eps)
