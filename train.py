@@ -66,8 +66,8 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
             parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
         with ranks.first_goes_first():
             resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
-        device = torch.device(pick_device(ranks.device(cfg.device)))
-        target = load_target(settings["target"], device=data.target_device or str(device))
+        device = torch.device(pick_device(asked := ranks.device(cfg.device)))
+        target = load_target(settings["target"], device=data.target_device or asked)
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
