@@ -65,8 +65,8 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         with ranks.first_goes_first():
             parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
             resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
-        device = torch.device(pick_device(ranks.device(cfg.device)))
-        target = load_target(settings["target"], device=data.target_device or str(device))
+        device = torch.device(pick_device(asked := ranks.device(cfg.device)))
+        target = load_target(settings["target"], device=data.target_device or asked)
         check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
         place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
         outline = check_fits(*plan.drafter, target)

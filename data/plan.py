@@ -34,7 +34,7 @@ class MachineConfig:
     def __post_init__(self) -> None:
         for name in ("rate", "ranks", "memory_gb", "disk_gb"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name}: got {value}; accepted: a number above 0" + (", or null" * (name != "ranks")))
 
 
@@ -50,8 +50,8 @@ class Plan:
     chosen: tuple[str, str]
     disk: Mapping[tuple[str, str], int]
     needs_all: bool
-    root: Path
-    free_bytes: int
+    root: str
+    free_bytes: int | None
     target_bytes: int
     rate: float
     rate_from: str
@@ -73,10 +73,17 @@ class Plan:
         return sum(size for size in self.memory.values() if size is not None)
 
     @property
-    def disk_fits(self) -> bool:
-        """Whether the capture as it is set would begin."""
+    def is_trained(self) -> bool:
+        """Whether the drafter has weights of its own."""
+        return bool(self.memory["drafter, gradients"])
+
+    @property
+    def disk_fits(self) -> bool | None:
+        """Whether the capture as it is set would begin; None where the store does not tell."""
         from drafters.cache_writer import SPARE_BYTES
 
+        if self.free_bytes is None:
+            return None
         return 1.05 * self.disk[self.chosen] + SPARE_BYTES <= self.free_bytes
 
 
@@ -95,8 +102,8 @@ def plan_capture(cfg: DictConfig) -> None:
     _, source = build_config(cfg.source, key="source")
     kind = build_config(cfg.drafter, key="drafter")
     parts = load_splits(source, validation=data.validation, seed=data.seed)
-    kept = ("weights", "dtype", "mask_token", "sha256", "name")
-    target = FrozenTarget.outline(**{name: node[name] for name in kept if node.get(name) is not None})
+    kept = {name: node[name] for name in ("mask_token", "sha256", "name") if node.get(name) is not None}
+    target = FrozenTarget.outline(node.get("weights"), dtype=node.get("dtype", "bfloat16"), **kept)
     say(render(make_plan(target, parts, kind, (config, data, machine), device=cfg.device)))
 
 
@@ -129,7 +136,7 @@ def make_plan(
     sizes = {"hidden_size": spec.hidden_size, "num_layers": len(config.layer_ids), "num_tokens": num_tokens}
     place = torch.device(pick_device(device))
     rate, rate_from = capture_rate(target, (config, machine, place), num_tokens, num_last, len(examples))
-    root = states_root(config)
+    root, free = states_place(config)
     longest = sorted(splits["train"], key=lambda one: -len(one.tokens_T))[: data.batch_size]
     return Plan(
         target=f"{spec.name}: {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size:,}",
@@ -145,7 +152,7 @@ def make_plan(
         },
         needs_all=drafter.needs.last_input,
         root=root,
-        free_bytes=free_bytes(root) if machine.disk_gb is None else int(machine.disk_gb * GB),
+        free_bytes=free if machine.disk_gb is None else int(machine.disk_gb * GB),
         target_bytes=sum(one.nbytes for one in target.model.parameters()),
         rate=rate,
         rate_from=rate_from,
@@ -192,25 +199,35 @@ def capture_rate(
     name = device_name(device)
     if (known := Rates(states_root(config)).find(target.spec, device)) is not None:
         return known, f"measured by an earlier capture on this machine ({name})"
-    speed = product_rate(target.spec, device, dtype=DTYPES[target.spec.dtype])
+    speed = product_rate(target.spec, device, dtype=DTYPES[target.spec.dtype], rows=config.batch_tokens)
     work = flops_per_token(target.model, target.spec, mean_length=tokens / count, supervised_share=last / tokens)
     return speed / work, (
-        f"estimated, an upper bound: {work / 1e9:,.2f} GFLOP a token, and products of its width run at "
+        f"estimated, an upper bound: {work / 1e9:,.2f} GFLOP a token, and products of its widths run at "
         f"{speed / 1e9:,.0f} GFLOP/s here ({name})"
     )
 
 
 def states_root(config: "CaptureConfig") -> Path:
-    """The folder that the caches lie in."""
+    """The folder on this machine that caches and rates lie in, without caches where they go to a URL."""
+    from drafters.storage import is_url
     from drafters.weights import cache_root
 
-    return Path(config.root).expanduser() if config.root else cache_root() / "states"
+    return Path(config.root).expanduser() if config.root and not is_url(config.root) else cache_root() / "states"
 
 
-def free_bytes(root: Path) -> int:
-    """Of the disk that `root` lies on, or will."""
+def states_place(config: "CaptureConfig") -> tuple[str, int | None]:
+    """Where the caches lie, or will, and the bytes free there; None at a URL. Raises DataError where no folder can
+    be."""
+    from drafters.errors import DataError
+    from drafters.storage import is_url
+
+    if config.root and is_url(config.root):
+        return config.root, None
+    root = states_root(config)
     there = next(one for one in (root.absolute(), *root.absolute().parents) if one.exists())
-    return shutil.disk_usage(there).free
+    if not there.is_dir():
+        raise DataError(f"cache.root: got '{root}', but {there} is a file; accepted: a folder, or a URL")
+    return str(root), shutil.disk_usage(there).free
 
 
 def device_memory(device: Any) -> int:
@@ -238,7 +255,8 @@ def render(plan: Plan) -> str:
         sizes = [plan.disk[codec, last] for last in ("all", "supervised")]
         mark = f"  <- last={plan.chosen[1]}" if codec == plan.chosen[0] else ""
         lines.append(f"  {codec:6}{size(sizes[0]):>12}{size(sizes[1]):>18}{mark}")
-    lines.append(f"  {size(plan.free_bytes)} free at {plan.root}: {verdict(plan.disk_fits)}")
+    free = "what is" if plan.free_bytes is None else size(plan.free_bytes)
+    lines.append(f"  {free} free at {plan.root}: {verdict(plan.disk_fits)}")
     if plan.needs_all:
         lines.append(f"  {plan.drafter} reads the last state everywhere: cache.last=all")
     if plan.missing_layers:
@@ -249,6 +267,8 @@ def render(plan: Plan) -> str:
         each = -(-plan.num_tokens // plan.ranks)
         share = plan.disk[plan.chosen] / plan.ranks
         lines.append(f"  each of {plan.ranks} processes: about {each:,} tokens, {size(share)}")
+    if not plan.is_trained:
+        return "\n".join([*lines, "", f"{plan.drafter} has nothing to train, and needs no cache"])
     lines += ["", f"Training of {plan.drafter}, memory of one process"]
     for name, part in plan.memory.items():
         lines.append(f"  {name:22}{'not known' if part is None else size(part):>12}")
@@ -272,6 +292,8 @@ def duration(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 2 else f"{hours * 60:,.1f} min"
 
 
-def verdict(fits: bool) -> str:
+def verdict(fits: bool | None) -> str:
     """In words."""
+    if fits is None:
+        return "not known"
     return "fits" if fits else "DOES NOT FIT"

@@ -37,6 +37,7 @@ __all__ = [
 ROW_BYTES = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize  # token, loss mask, log-sum-exp
 # Of a trained parameter, all float32: itself, its gradient, two moments of AdamW.
 MASTER_BYTES = {"weights": 4, "gradients": 4, "AdamW": 8}
+FEW_ROWS, TRIAL_OPERATIONS = 512, (40 * 10**9, 4 * 10**12)  # of a trial of products: on a CPU, on a GPU
 SMALL_HEADS = (4, 8, 12)  # widths of an attention head, of the copies that memory is counted on
 
 
@@ -169,16 +170,26 @@ def flops_per_token(model: Any, spec: TargetSpec, *, mean_length: float, supervi
     return 2 * weights + attention + 2 * supervised_share * spec.vocab_size * spec.hidden_size
 
 
-def product_rate(spec: TargetSpec, device: torch.device, *, dtype: torch.dtype, rows: int = 512) -> float:
-    """Operations a second of the target's widest product on this device, the best of three."""
-    x = torch.randn(rows, spec.hidden_size, device=device).to(dtype)
-    w = torch.randn(spec.intermediate_size, spec.hidden_size, device=device).to(dtype)
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        (x @ w.T).sum().item()
-        seconds.append(time.perf_counter() - started)
-    return 2 * rows * spec.hidden_size * spec.intermediate_size / min(seconds[1:])
+def product_rate(spec: TargetSpec, device: torch.device, *, dtype: torch.dtype, rows: int) -> float:
+    """Operations a second of the products of one layer of the target's widths on this device, each the best of three.
+    `rows`: tokens of a batch; fewer are taken where the layer is so wide that the products would take long."""
+    heads, shared = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    narrow, wide = spec.hidden_size, spec.intermediate_size
+    shapes = [(1, narrow, heads), (2, narrow, shared), (1, heads, narrow), (2, narrow, wide), (1, wide, narrow)]
+    weights = sum(count * a * b for count, a, b in shapes)
+    rows = min(rows, max(FEW_ROWS, TRIAL_OPERATIONS[device.type == "cuda"] // (2 * weights)))
+    seconds = 0.0
+    for count, a, b in shapes:
+        x, w = torch.randn(rows, a, device=device).to(dtype), torch.randn(b, a, device=device).to(dtype)
+        seconds += count * min([_seconds(x, w) for _ in range(4)][1:])
+    return 2 * rows * weights / seconds
+
+
+def _seconds(x: Tensor, w: Tensor) -> float:
+    """Of one product; reading a number of it waits for the device."""
+    started = time.perf_counter()
+    (x @ w.T)[-1, -1].item()
+    return time.perf_counter() - started
 
 
 def device_name(device: torch.device) -> str:

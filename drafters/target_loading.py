@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.errors import CheckpointError, ConfigError
-from drafters.weights import cache_root, fingerprint, load_model
+from drafters.weights import cache_root, fingerprint, load_model, reading
 
 __all__ = [
     "Placement",
@@ -72,7 +72,7 @@ def _check_map(device_map: Any) -> None:
         except (RuntimeError, AssertionError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"target.device_map.{module}: got {device!r}: {reason}; accepted: {accepted}") from error
-        if not known or device == "meta":
+        if not known or device in (None, "meta"):
             raise ConfigError(f"target.device_map.{module}: got {device!r}; accepted: {accepted}")
 
 
@@ -81,12 +81,8 @@ def outline(folder: Path) -> Any:
     CheckpointError when transformers makes none of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"target.weights: {folder / 'config.json'} makes no causal LM: {reason}") from error
+    with reading(f"{folder / 'config.json'} makes no causal LM"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     return model.eval().requires_grad_(False)
 
 

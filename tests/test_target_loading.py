@@ -5,17 +5,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from data import capture
 from drafters.cache import CacheKey, HiddenCache
 from drafters.door import load_target
 from drafters.errors import ConfigError
 from drafters.target_loading import Placement, head_is_tied
+from drafters.tensor_parallel import follow, leading
 from drafters.types import Needs
-from tests.door_world import settings, write_rows
+from tests.door_world import settings, train_overrides, write_rows
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
@@ -108,6 +111,7 @@ def test_placement_is_no_part_of_a_cache_key(folder):
         ({"device_map": "balanced"}, None, r"target.device_map: got 'balanced'; accepted: null, auto, or a device"),
         ({"device_map": {}}, None, r"target.device_map: got {}; accepted"),
         ({"device_map": {"lm_head": "meta"}}, None, r"target.device_map.lm_head: got 'meta'; accepted"),
+        ({"device_map": {"lm_head": None}}, None, r"target.device_map.lm_head: got None; accepted"),
         ({"device_map": {"lm_head": "tpu9"}}, None, r"target.device_map.lm_head: got 'tpu9': .*; accepted"),
         ({"device_map": {"lm_head": "cpu"}}, None, r"target.device_map: says no device for model.embed_tokens.weight"),
         (
@@ -134,6 +138,35 @@ def test_a_tensor_parallel_plan_needs_processes(monkeypatch):
         Placement("cpu", tp_plan="auto", device_map="auto")
 
 
+def test_the_process_that_leads_tells_each_pass_to_those_that_follow():
+    class Told:
+        size = 2
+
+        def __init__(self):
+            self.sent = []
+
+        def share(self, value):
+            self.sent.append(value)
+            return value
+
+    class Queue:
+        def __init__(self, sent):
+            self.sent = iter(sent)
+
+        def share(self, value):
+            return next(self.sent)
+
+    made = []
+    first, other = SimpleNamespace(states=lambda tokens: tokens + 1), SimpleNamespace(states=made.append)
+    ranks = Told()
+    with leading(first, ranks):
+        assert first.states(torch.tensor([1])).tolist() == [2]
+    assert first.states(torch.tensor([1])).tolist() == [2]
+    assert [one is None for one in ranks.sent] == [False, True]
+    follow(other, Queue(ranks.sent))
+    assert [one.tolist() for one in made] == [[1]]
+
+
 def torchrun(*command):
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *command],
@@ -146,6 +179,7 @@ def torchrun(*command):
     )
 
 
+@pytest.mark.slow
 def test_a_target_split_over_two_processes_captures_the_same_states(tmp_path):
     folder = make_folder(tmp_path, is_tied=True)
     chats = tmp_path / "chats.jsonl"
@@ -171,6 +205,7 @@ def test_a_target_split_over_two_processes_captures_the_same_states(tmp_path):
         torch.testing.assert_close(mine[i].lse_T, others[i].lse_T, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_process_that_leads_ends_all_with_one_message(tmp_path):
     folder = make_folder(tmp_path, is_tied=False)
     given = [f"target.{name}={value}" for name, value in node(folder).items()]
@@ -180,3 +215,11 @@ def test_an_error_of_the_process_that_leads_ends_all_with_one_message(tmp_path):
     )
     assert done.returncode != 0
     assert done.stderr.count("error: cache.layer_ids: layer 9 is out of range") == 1
+
+
+def test_train_takes_a_spread_target(world):
+    """Its drafter begins with the target's own layers, one of which waits on the disk."""
+    given = ["target.device_map={model: disk, model.rotary_emb: cpu, lm_head: disk}", "drafter=mtp", "device=null"]
+    kept = [one for one in train_overrides(world) if not one.startswith("drafter.seq")]
+    train.train(settings("train", *kept, *given, "optim.max_steps=2", "optim.warmup_steps=1", "name=spread"))
+    assert (world / "outputs" / "spread" / "report.md").is_file()

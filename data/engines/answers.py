@@ -41,7 +41,7 @@ class RegenerateConfig:
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}; accepted: 1 or more")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: got {self.temperature}; accepted: 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: got {self.top_p}; accepted: more than 0, at most 1")
