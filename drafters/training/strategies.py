@@ -318,7 +318,9 @@ def placement(settings: Mapping[str, Any], ranks: Ranks, device: torch.device) -
     shared = {} if is_deepspeed(strategy) else {"strategy": AUTO}
     if ranks.size == 1:
         devices: Any = [device.index or 0] if device.type == "cuda" else 1
-        return {"accelerator": accelerator, "devices": devices, "num_nodes": 1, **shared}
+        # In a job of SLURM, Lightning would look for other tasks by itself, and refuse `--ntasks`.
+        plugins = [RanksEnvironment(ranks, per_node=1)]
+        return {"accelerator": accelerator, "devices": devices, "num_nodes": 1, "plugins": plugins, **shared}
     if sorted(local) != sorted([*range(per_node)] * num_nodes):
         raise ConfigError(f"processes: {local} are the places of all on their machines; start equally many on each")
     return {
