@@ -135,18 +135,19 @@ def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
     from drafters.config import to_plain
     from drafters.distributed import Ranks
     from drafters.training import plan
-    from drafters.training.strategies import check_kind, check_strategy, num_processes
+    from drafters.training.strategies import RanksEnvironment, check_kind, check_strategy, num_processes
 
     alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
+    ranks = ranks or Ranks()
+    alone["plugins"] = [RanksEnvironment(ranks, per_node=1)]
     check_kind(to_plain(cfg.trainer))
     is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
     build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
-    num_processes(to_plain(cfg.trainer), ranks or Ranks())
+    num_processes(to_plain(cfg.trainer), ranks)
     plan.how_dense(to_plain(cfg.trainer))
     made = plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
-    size = 1 if ranks is None else ranks.size
-    check_batch_size(made.data.batch_size, size)
-    check_strategy(to_plain(cfg.trainer), None, averages=made.optim.ema_decay is not None, size=size)
+    check_batch_size(made.data.batch_size, ranks.size)
+    check_strategy(to_plain(cfg.trainer), None, averages=made.optim.ema_decay is not None, size=ranks.size)
     return made
 
 

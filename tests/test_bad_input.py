@@ -7,13 +7,16 @@ import json
 import shutil
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 import drafters.files
 import evaluate
 import train
+from drafters.distributed import Ranks
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.runs import claim
+from drafters.training.strategies import placement
 from tests.door_world import STEPS, contents, settings, train_settings, write_rows
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
@@ -243,3 +246,12 @@ def test_evaluate_refuses_another_target_unless_it_is_told_to(world, first, tmp_
         evaluate.evaluate(settings("evaluate", *own))
     evaluate.evaluate(settings("evaluate", *own, "allow_other_target=true"))
     assert json.loads((tmp_path / "out" / "report.json").read_text())["provenance"]["target"]["name"] == "tuned"
+
+
+def test_tasks_of_a_slurm_job_are_ours_to_count(world, monkeypatch):
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    cfg = train_settings(world)
+    assert train.read_plan(cfg).name == "first"
+    place = placement({}, Ranks(), torch.device("cpu"))
+    assert train.build_trainer(cfg, **place | {"logger": False}).world_size == 1

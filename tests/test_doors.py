@@ -24,7 +24,7 @@ from drafters.distributed import Ranks
 from drafters.door import door
 from drafters.errors import CheckpointError, ConfigError
 from drafters.training.loggers import Evaluation, log_evaluation
-from drafters.training.strategies import placement
+from drafters.training.strategies import RanksEnvironment, placement
 from tests.door_world import ROOT, STEPS, contents, same_weights, settings, train_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,12 +51,14 @@ def test_a_run_leaves_a_drafter_and_a_report(first):
 
 
 def test_the_trainer_computes_where_the_target_is():
-    for name, place in (
-        ("cuda:1", {"accelerator": "gpu", "devices": [1]}),
-        ("cpu", {"accelerator": "cpu", "devices": 1}),
-    ):
-        found = placement({}, Ranks(), torch.device(name))
-        assert {**place, "num_nodes": 1, "strategy": "auto"}.items() <= found.items()
+    def placed(*given):
+        found = placement(*given)
+        assert [type(one) for one in found.pop("plugins")] == [RanksEnvironment]
+        return found
+
+    one = {"num_nodes": 1, "strategy": "auto"}
+    assert placed({}, Ranks(), torch.device("cuda:1")) == {"accelerator": "gpu", "devices": [1], **one}
+    assert placed({}, Ranks(), torch.device("cpu")) == {"accelerator": "cpu", "devices": 1, **one}
 
 
 def test_a_finished_run_is_left_alone(world, first, capsys):

@@ -108,8 +108,9 @@ def begin_logging(plan: Plan, run: Run, module: DistillModule, ranks: Ranks) -> 
     logger's own library refuses, which it says when it is first used."""
     try:
         with ranks.first_goes_first():
-            remember_wandb(run.folder, plan.logger)
-            log_facts(run.folder, plan.logger, module)
+            if ranks.is_first:
+                remember_wandb(run.folder, plan.logger)
+                log_facts(run.folder, plan.logger, module)
     except DraftersError:
         raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:

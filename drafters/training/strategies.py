@@ -324,7 +324,7 @@ def placement(settings: Mapping[str, Any], ranks: Ranks, device: torch.device) -
         )
     # Of one process there is nothing to share out; of several, plain "ddp" waits for parts that nobody used.
     shared = {} if is_deepspeed(strategy) else {"strategy": AUTO}
-    # One task of SLURM is told of too: Lightning would answer signals that are ours to answer.
+    # Of one process too: in a job of SLURM, Lightning would look for tasks and answer signals by itself.
     plugins = [RanksEnvironment(ranks, per_node=per_node)]
     if ranks.size == 1:
         devices: Any = [device.index or 0] if device.type == "cuda" else 1
