@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from drafters.door import TARGET_KEYS
+
 CONF = Path(__file__).parent.parent / "conf"
 NAMES = sorted(path.stem for path in (CONF / "target").glob("*.yaml"))
 # Decoder layers and rows of the embedding.
@@ -34,7 +36,7 @@ def test_target_composes_and_fits_its_model(name):
     with initialize_config_dir(str(CONF), version_base=None):
         target = compose("regenerate", overrides=[f"target={name}"]).target
     num_layers, vocab_size = SIZES[name]
-    assert set(target) == {"name", "weights", "sha256", "dtype", "mask_token", "layer_ids"}
+    assert set(target) == set(TARGET_KEYS)
     assert target.name == name
     assert target.dtype in ("bfloat16", "float16", "float32")
     # Five ids spread from the second layer to the third last, as published block drafters have them.
