@@ -31,7 +31,6 @@ from drafters.states import log_sum_exp
 from tests.door_world import ROOT
 
 CODECS = ("bf16", "fp8", "int8", "int4")
-SEEDS = (0, 1, 2)
 
 
 def make(cache: HiddenCache, root: Path, head, name: str) -> None:
@@ -56,23 +55,23 @@ def make(cache: HiddenCache, root: Path, head, name: str) -> None:
     manifest.save(folder)
 
 
-def train(root: Path, out: Path, steps: int, more: list[str]) -> None:
-    for seed, codec in product(SEEDS, CODECS):
+def train(root: Path, out: Path, steps: int, seeds: list[int], more: list[str]) -> None:
+    for seed, codec in product(seeds, CODECS):
         settings = [f"cache.root={root}", f"cache.codec={codec}", f"outputs={out}", f"name={codec}-{seed}"]
         settings += [f"data.seed={seed}", "optim.minutes=null", f"optim.max_steps={steps}", *more]
         settings += ["callbacks.probe_every_n_steps=null", "report.num_prompts=2", "report.num_speed_prompts=1"]
         subprocess.run([sys.executable, "train.py", "drafter=markov", *settings], cwd=ROOT, check=True)
 
 
-def judge(out: Path, paths: list[str], each: int, journal: Path) -> None:
-    names = [str(out / f"{codec}-{seed}") for seed, codec in product(SEEDS, CODECS)]
+def judge(out: Path, paths: list[str], each: int, seeds: list[int]) -> None:
+    names = [str(out / f"{codec}-{seed}") for seed, codec in product(seeds, CODECS)]
     entries = find_entries(names, {}, key="names")
     target = load_target(target_node(entries, None), device="cpu")
     drafters = {entry.name: entry.load(target).drafter for entry in entries}
     encoder = prompt_encoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs={})
     wanted = PromptConfig(num_prompts=each, turns=1)
     dialogues, _ = source_prompts(SourceConfig(path=paths), encoder, wanted, room=1024)
-    with Journal(journal, f"{names} {paths} {each}", resume=True) as kept:
+    with Journal(out / "journal", f"{names} {paths} {each}", resume=True) as kept:
         runner = Runner(target, drafters, DecodeConfig(max_new_tokens=128, batch_size=16), Execution(journal=kept))
         found = runner.turns("acceptance", dialogues, list(drafters), {})
     sums = {  # (accepted + bonus, rounds) of each prompt
@@ -81,23 +80,23 @@ def judge(out: Path, paths: list[str], each: int, journal: Path) -> None:
         }
         for name, runs in found.items()
     }
-    numbers = sorted(sums["bf16-0"])
-    table = {codec: torch.tensor([[sums[f"{codec}-{s}"][n] for n in numbers] for s in SEEDS]) for codec in CODECS}
+    numbers = sorted(sums[f"{CODECS[0]}-{seeds[0]}"])
+    table = {codec: torch.tensor([[sums[f"{codec}-{s}"][n] for n in numbers] for s in seeds]) for codec in CODECS}
     print(f"{len(numbers)} prompts; drafts accepted a round by seed, all, and as a share of bf16's [95 %]")
     generator = torch.Generator().manual_seed(0)
     for codec, sums_SN2 in table.items():
         by_seed = " ".join(f"{drafts(one):.3f}" for one in sums_SN2)
         ratio = drafts(sums_SN2) / drafts(table["bf16"])
         draws = [torch.randint(len(numbers), (len(numbers),), generator=generator) for _ in range(2000)]
-        seeds = [torch.randint(len(SEEDS), (len(SEEDS),), generator=generator) for _ in range(2000)]
+        picks = [torch.randint(len(seeds), (len(seeds),), generator=generator) for _ in range(2000)]
 
         def interval(draw, sums_SN2=sums_SN2):
             ratios = [drafts(sums_SN2[s][:, n]) / drafts(table["bf16"][s][:, n]) for s, n in draw]
             low, high = torch.tensor(ratios).quantile(torch.tensor([0.025, 0.975])).tolist()
             return f"[{low:.3f}, {high:.3f}]"
 
-        prompts = interval([(torch.arange(len(SEEDS)), n) for n in draws])
-        both = interval(list(zip(seeds, draws, strict=True)))
+        prompts = interval([(torch.arange(len(seeds)), n) for n in draws])
+        both = interval(list(zip(picks, draws, strict=True)))
         print(f"{codec:5s} {by_seed}  {drafts(sums_SN2):.3f}  {ratio:.3f} by prompt {prompts}, seed too {both}")
 
 
@@ -120,6 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--prompts", nargs="+")
     parser.add_argument("--each", type=int, default=24)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("settings", nargs="*", help="more settings of train.py")
     args = parser.parse_args()
     if args.what == "make":
@@ -132,9 +132,9 @@ def main() -> None:
         for name in CODECS:
             make(HiddenCache.open(args.cache), args.root, head, name)
     elif args.what == "train":
-        train(args.root, args.out, args.steps, args.settings)
+        train(args.root, args.out, args.steps, args.seeds, args.settings)
     else:
-        judge(args.out, args.prompts, args.each, args.out / "journal")
+        judge(args.out, args.prompts, args.each, args.seeds)
 
 
 if __name__ == "__main__":
