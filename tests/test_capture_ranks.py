@@ -178,6 +178,7 @@ def test_a_disk_without_locks_gets_a_warning(target, tmp_path, monkeypatch):
     assert content(tmp_path / "c") == content(tmp_path / "locked")
 
 
+@pytest.mark.slow
 def test_the_door_in_two_processes_into_a_url(tmp_path):
     world = make_world(tmp_path)
     settings = [f"target.weights={world}/target", "target.name=tiny", "target.sha256=null", "target.mask_token=0"]
