@@ -125,7 +125,7 @@ class StatesLoader:
         # second OpenMP pool that takes cores from the first (measured: a third of the training speed on two cores).
         # A target that makes its states itself may begin a batch before it is asked for.
         ahead = getattr(self.source, "ahead", map)
-        batches = iter(ahead(lambda at: self.batch(*at), [(epoch, step) for step in range(first, len(self))]))
+        batches = iter(ahead(lambda at: self.batch(*at), ((epoch, step) for step in range(first, len(self)))))
         while True:
             begin = time.perf_counter()
             batch = next(batches, None)

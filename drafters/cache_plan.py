@@ -1,13 +1,13 @@
 # Which samples make a shard, and which make a batch. It follows from the examples alone, so that a shard made again has
 # the same bytes, on any number of processes.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drafters.cache_manifest import example_digest
 from drafters.types import Example
 
-__all__ = ["ShardPlan", "plan_shards"]
+__all__ = ["ShardPlan", "plan_shards", "split_places"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,17 @@ class ShardPlan:
     def samples(self) -> tuple[int, ...]:
         """All samples of the shard, in order."""
         return tuple(i for batch in self.batches for i in batch)
+
+
+def split_places(ordered: Sequence[int], splits: Mapping[str, Sequence[Example]]) -> dict[str, list[int]]:
+    """Where the samples of each split stand in `ordered`, a list of positions in all splits one after the other."""
+    place = {i: rank for rank, i in enumerate(ordered)}
+    members: dict[str, list[int]] = {}
+    start = 0
+    for name, examples in splits.items():
+        members[name] = sorted(place[i] for i in range(start, start + len(examples)))
+        start += len(examples)
+    return members
 
 
 def plan_shards(examples: Sequence[Example], *, tokens_per_shard: int, batch_tokens: int) -> list[ShardPlan]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from drafters.cache import HiddenCache
 from drafters.cache_config import CaptureConfig, Crew, Estimate, Watcher, cache_folder
 from drafters.cache_manifest import ALL, MANIFEST, SAMPLES, SPLITS, SUPERVISED, CacheKey, Manifest, Shard, json_bytes
-from drafters.cache_plan import ShardPlan, plan_shards
+from drafters.cache_plan import ShardPlan, plan_shards, split_places
 from drafters.cache_records import read_record, record_name, shard_name, write_record, write_shard
 from drafters.codecs import find_codec
 from drafters.errors import DataError
@@ -113,7 +113,7 @@ class _Job:
             self.examples, tokens_per_shard=sizes.tokens_per_shard, batch_tokens=sizes.batch_tokens
         )
         ordered = [i for plan in self.plans for i in plan.samples]
-        self.lists = {SAMPLES: json_bytes(self._samples(ordered)), SPLITS: json_bytes(self._splits(ordered, splits))}
+        self.lists = {SAMPLES: json_bytes(self._samples(ordered)), SPLITS: json_bytes(split_places(ordered, splits))}
         self.manifest = begun or Manifest(
             key=key,
             layer_ids=config.layer_ids,
@@ -224,14 +224,6 @@ class _Job:
             "sources": [example.source for example in examples],
             "lengths": [len(example.tokens_T) for example in examples],
         }
-
-    def _splits(self, ordered: Sequence[int], splits: Mapping[str, Sequence[Example]]) -> dict[str, Any]:
-        place = {i: rank for rank, i in enumerate(ordered)}
-        members, start = {}, 0
-        for name, examples in splits.items():
-            members[name] = sorted(place[i] for i in range(start, start + len(examples)))
-            start += len(examples)
-        return members
 
     def num_tokens(self, samples: Sequence[int]) -> int:
         return sum(len(self.examples[i].tokens_T) for i in samples)

@@ -55,23 +55,23 @@ class Ranks:
         environment is that of torchrun or srun in part only.
         """
         is_connected = dist.is_available() and dist.is_initialized()
-        launch = Launch(local_rank=_local_rank(os.environ)) if is_connected else find_launch(os.environ)
-        if not is_connected and launch.size == 1:
+        told = Launch(local_rank=_local_rank(os.environ)) if is_connected else find_launch(os.environ)
+        if not is_connected and told.size == 1:
             yield cls()
             return
         group = None
         if is_connected:
             group = dist.new_group(backend="gloo", timeout=timeout)
-        elif launch.address is None:
+        elif told.address is None:
             dist.init_process_group(_backend(), timeout=timeout)
         else:
-            host, port = launch.address.rsplit(":", 1)
+            host, port = told.address.rsplit(":", 1)
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)  # DeepSpeed reads them
-            where = f"tcp://{launch.address}"
+            where = f"tcp://{told.address}"
             dist.init_process_group(
-                _backend(), init_method=where, rank=launch.rank, world_size=launch.size, timeout=timeout
+                _backend(), init_method=where, rank=told.rank, world_size=told.size, timeout=timeout
             )
-        ranks = cls(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=launch.local_rank, group=group)
+        ranks = cls(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=told.local_rank, group=group)
         try:
             with ranks._end_together():
                 yield ranks

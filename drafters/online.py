@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafters.cache import CachedSample
 from drafters.cache_config import CaptureConfig
 from drafters.cache_manifest import data_hash
-from drafters.cache_plan import plan_shards
+from drafters.cache_plan import plan_shards, split_places
 from drafters.errors import DataError
 from drafters.states import log_sum_exp, predicts
 from drafters.types import Batch, Example, Needs
@@ -35,16 +35,11 @@ class OnlineStates:
             raise DataError("data: there is no conversation to train on; check the source and its filters")
         sizes = {"tokens_per_shard": config.tokens_per_shard, "batch_tokens": config.batch_tokens}
         order = [i for plan in plan_shards(given, **sizes) for i in plan.samples]
-        place = {i: rank for rank, i in enumerate(order)}
         self.examples = [given[i] for i in order]
         self.ids = tuple(example.id for example in self.examples)
         self.lengths = tuple(len(example.tokens_T) for example in self.examples)
         self.data_hash = data_hash(self.examples)
-        self._splits: dict[str, tuple[int, ...]] = {}
-        start = 0
-        for name, examples in splits.items():
-            self._splits[name] = tuple(sorted(place[i] for i in range(start, start + len(examples))))
-            start += len(examples)
+        self._splits = {name: tuple(members) for name, members in split_places(order, splits).items()}
         self._stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from drafters.errors import DataError
@@ -67,7 +67,7 @@ class Folder(ABC):
         """Make the folder where it is absent."""
 
     @abstractmethod
-    def lock(self) -> "AbstractLock":
+    def lock(self) -> AbstractContextManager[bool]:
         """Hold the folder, and say whether it is held: some disks and all object stores know no locks. Raises DataError
         when another process holds it."""
 
@@ -101,16 +101,6 @@ class Folder(ABC):
         with self.scratch() as scratch:
             (scratch / name).write_bytes(content)
             self.put(scratch / name, name)
-
-
-class AbstractLock(ABC):
-    """What `Folder.lock` gives: a context that says whether the lock is held."""
-
-    @abstractmethod
-    def __enter__(self) -> bool: ...
-
-    @abstractmethod
-    def __exit__(self, *error: object) -> None: ...
 
 
 class LocalFolder(Folder):
@@ -159,8 +149,8 @@ class LocalFolder(Folder):
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def lock(self) -> AbstractLock:
-        return FileLock(self.path / LOCK)
+    def lock(self) -> AbstractContextManager[bool]:
+        return _locked(self.path / LOCK)
 
     def clean(self) -> None:
         shutil.rmtree(self.path / PARTIAL, ignore_errors=True)
@@ -175,34 +165,27 @@ class LocalFolder(Folder):
         return path
 
 
-class FileLock(AbstractLock):
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
     """A lock that ends with its process. The file stays."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> bool:
-        self._file = self.path.open("w")
+    with path.open("w") as file:
+        is_held = True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                f"cache: {path.parent} is in use: another process captures into it; wait for it to end"
+            ) from error
         except OSError as error:
-            self._file.close()
-            if isinstance(error, BlockingIOError):
-                raise DataError(
-                    f"cache: {self.path.parent} is in use: another process captures into it; wait for it to end"
-                ) from error
             if error.errno not in NO_LOCKS:
                 raise
+            is_held = False
             warnings.warn(
-                f"cache: the disk of {self.path.parent} knows no locks ({error.strerror}); see to it that one command "
+                f"cache: the disk of {path.parent} knows no locks ({error.strerror}); see to it that one command "
                 "at a time captures into it",
                 stacklevel=4,
             )
-            return False
-        return True
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+        yield is_held
 
 
 def is_url(place: str) -> bool:

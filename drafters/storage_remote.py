@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -18,7 +18,7 @@ import fsspec
 
 from drafters.errors import ConfigError, DataError
 from drafters.files import cache_root, file_sha256
-from drafters.storage import AbstractLock, Folder, has_content
+from drafters.storage import Folder, has_content
 
 __all__ = ["RemoteFolder", "check_url", "without_secrets"]
 
@@ -134,8 +134,8 @@ class RemoteFolder(Folder):
             except FileNotFoundError as error:
                 raise DataError(f"cache: cannot make {self}: {self._told(error)}") from error
 
-    def lock(self) -> AbstractLock:
-        return NoLock()
+    def lock(self) -> AbstractContextManager[bool]:
+        return nullcontext(False)  # stores know none
 
     def clean(self) -> None:
         with self._store("list") as (files, root), suppress(FileNotFoundError):
@@ -205,15 +205,6 @@ class RemoteFolder(Folder):
             for secret in filter(None, (password, unquote(password))):
                 text = text.replace(secret, "***")
         return text[:300]
-
-
-class NoLock(AbstractLock):
-    """Held by nobody."""
-
-    def __enter__(self) -> bool:
-        return False
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class _MirrorError(OSError):

@@ -41,6 +41,26 @@ def first(world, one_thread):
 
 
 @pytest.fixture(scope="module")
+def made(target, tmp_path_factory):
+    """A finished cache of the file's own target in a local folder, for reading only."""
+    from tests.cache_cases import captured
+
+    return captured(target, tmp_path_factory.mktemp("cache") / "made")
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A server of chat completions that does as it is told, asked again without long pauses."""
+    import openai._base_client
+
+    from tests.openai_doubles import serving
+
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def run(world):
     """The folder of a run that was not trained, with prompts to evaluate it on."""
     from tests.evaluating import evaluation_run

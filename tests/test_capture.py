@@ -29,12 +29,6 @@ def target():
     return tiny_target()
 
 
-@pytest.fixture(scope="module")
-def made(target, tmp_path_factory):
-    """A finished cache, for reading only."""
-    return captured(target, tmp_path_factory.mktemp("cache") / "made")
-
-
 @pytest.fixture
 def copy(made, tmp_path):
     """A copy of it, to be damaged."""

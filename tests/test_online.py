@@ -12,7 +12,7 @@ from drafters.batches import BatchConfig, StatesLoader
 from drafters.errors import DataError
 from drafters.online import OnlineStates
 from drafters.types import Needs
-from tests.cache_cases import CONFIG, captured, examples
+from tests.cache_cases import CONFIG, examples
 from tests.door_world import train_settings
 from tests.published_doubles import drafter_of_family
 from tests.tiny import tiny_target
@@ -27,11 +27,6 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def cached(target, tmp_path_factory):
-    return captured(target, tmp_path_factory.mktemp("states") / "c")
-
-
-@pytest.fixture(scope="module")
 def online(target):
     data = examples()
     return OnlineStates(target, {"train": data[:10], "validation": data[10:]}, CONFIG)
@@ -41,12 +36,12 @@ def close(mine, other):
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_samples_are_those_of_a_cache(cached, online):
-    assert (online.ids, online.lengths, len(online)) == (cached.ids, cached.lengths, len(cached))
-    assert online.data_hash == cached.data_hash
+def test_samples_are_those_of_a_cache(made, online):
+    assert (online.ids, online.lengths, len(online)) == (made.ids, made.lengths, len(made))
+    assert online.data_hash == made.data_hash
     for name in ("train", "validation"):
-        assert online.split(name) == cached.split(name)
-    for mine, other in zip(online.read([5, 0, 9], NEEDS), cached.read([5, 0, 9], NEEDS), strict=True):
+        assert online.split(name) == made.split(name)
+    for mine, other in zip(online.read([5, 0, 9], NEEDS), made.read([5, 0, 9], NEEDS), strict=True):
         assert (mine.index, mine.id, mine.source) == (other.index, other.id, other.source)
         assert torch.equal(mine.tokens_T, other.tokens_T)
         assert torch.equal(mine.loss_mask_T, other.loss_mask_T)
@@ -56,11 +51,11 @@ def test_samples_are_those_of_a_cache(cached, online):
     assert online.read([1], Needs(last=True))[0].aux_TLD is None
 
 
-def test_batches_and_losses_are_those_of_a_cache(target, cached, online):
+def test_batches_and_losses_are_those_of_a_cache(target, made, online):
     drafter = drafter_of_family("eagle3", target, reduced=True, layer_ids=(0, 2, 3))
     loaders = [
         StatesLoader(states, states.split("train"), BatchConfig(batch_size=3), needs=drafter.needs, finished=lambda: 1)
-        for states in (online, cached)
+        for states in (online, made)
     ]
     pairs = list(zip(*loaders, strict=True))
     assert len(pairs) == 2

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import openai._base_client
 import pytest
 
 from data.engines.openai_engine import request_seed
@@ -18,13 +17,6 @@ from tests.openai_doubles import NUM_TURNS, ROWS, Fault, answer_to, make_door, r
 
 ROOT = Path(__file__).parent.parent
 REFUSED = Fault(status=400)
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
-    with serving() as made:
-        yield made
 
 
 @pytest.fixture

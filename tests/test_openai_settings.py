@@ -4,7 +4,6 @@
 import re
 import shlex
 
-import openai._base_client
 import pytest
 
 from data.engines.openai_engine import OpenAIEngine
@@ -12,14 +11,7 @@ from data.sources import SourceConfig, load_conversations
 from drafters.config import to_plain
 from drafters.errors import ConfigError, DataError
 from tests.door_world import ROOT, settings
-from tests.openai_doubles import NUM_TURNS, Fault, make_door, rows_of, serving
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
-    with serving() as made:
-        yield made
+from tests.openai_doubles import NUM_TURNS, Fault, make_door, rows_of
 
 
 @pytest.fixture

@@ -30,12 +30,6 @@ def target():
     return tiny_target()
 
 
-@pytest.fixture(scope="module")
-def made(target, tmp_path_factory):
-    """A finished cache in a local folder, for reading only."""
-    return captured(target, tmp_path_factory.mktemp("cache") / "made")
-
-
 @pytest.fixture
 def store(monkeypatch, tmp_path):
     """An empty store behind memory://, and a mirror of its own."""

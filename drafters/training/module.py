@@ -259,15 +259,18 @@ class DistillModule(LightningModule):
         return dict(zip(names, total, strict=False))
 
     def _reduce_named(self, names: Sequence[str], sums: Mapping[str, Tensor], *more: float) -> list[float]:
-        assert len(names) <= MOST_SUMS, f"{len(names)} sums of a step; the reduction has room for {MOST_SUMS}"
-        known = [sums[name].to(self.device, torch.float64) if name in sums else self._zero() for name in names]
-        room = [self._zero()] * (MOST_SUMS - len(names))
-        rest = torch.tensor(more, dtype=torch.float64, device=self.device)
-        found: list[float] = self._reduce(torch.cat([torch.stack(known + room), rest])).tolist()
+        if len(names) > MOST_SUMS:
+            raise ConfigError(
+                f"drafter: the losses of {type(self.drafter).__name__} have so many terms that a step adds up "
+                f"{len(names)} sums; accepted: {MOST_SUMS} or fewer"
+            )
+        own = torch.zeros(MOST_SUMS + len(more), dtype=torch.float64, device=self.device)
+        for place, name in enumerate(names):
+            if name in sums:
+                own[place] = sums[name]
+        own[MOST_SUMS:] = torch.tensor(more, dtype=torch.float64)
+        found: list[float] = self._reduce(own).tolist()
         return found
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _of_all_ranks(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """What any rank has, by name."""

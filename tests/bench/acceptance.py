@@ -34,24 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         baselines = to_plain(compose("evaluate"))["baselines"]
-    entries = find_entries(args.names, baselines, key="names")
-    target = load_target(target_node(entries, None), device="cpu")
-    drafters = {entry.name: entry.load(target).drafter for entry in entries}
-    encoder = prompt_encoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs={})
-    wanted = PromptConfig(num_prompts=args.each, turns=1)
-    dialogues, _ = source_prompts(SourceConfig(path=args.prompts), encoder, wanted, room=1024)
-    config = DecodeConfig(max_new_tokens=args.tokens, batch_size=args.batch)
-    with Journal(args.journal, f"{args.names} {args.prompts} {args.each} {args.tokens}", resume=True) as journal:
-        runner = Runner(target, drafters, config, Execution(journal=journal))
-        found = runner.turns("acceptance", dialogues, list(drafters), {})
-    prompts = {
-        name: {
-            item.number: (item.source, row.rounds)
-            for run in runs
-            for item, row in zip(run.unit.items, run.rows, strict=True)
-        }
-        for name, runs in found.items()
-    }
+    drafters, prompts = decoded(args, baselines)
     sources = sorted({source for source, _ in next(iter(prompts.values())).values()})
     for name, rows in prompts.items():
         print(f"\n{name}")
@@ -76,20 +59,47 @@ def main() -> None:
         )
 
 
+def decoded(args, baselines):
+    """Drafters by name, and what each decodes: (source, rounds) by the number of a prompt. `args` has names, prompts,
+    each, tokens, batch and journal."""
+    entries = find_entries(args.names, baselines, key="names")
+    target = load_target(target_node(entries, None), device="cpu")
+    drafters = {entry.name: entry.load(target).drafter for entry in entries}
+    encoder = prompt_encoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs={})
+    wanted = PromptConfig(num_prompts=args.each, turns=1)
+    dialogues, _ = source_prompts(SourceConfig(path=args.prompts), encoder, wanted, room=1024)
+    config = DecodeConfig(max_new_tokens=args.tokens, batch_size=args.batch)
+    with Journal(args.journal, f"{args.names} {args.prompts} {args.each} {args.tokens}", resume=True) as journal:
+        runner = Runner(target, drafters, config, Execution(journal=journal))
+        found = runner.turns("acceptance", dialogues, list(drafters), {})
+    return drafters, {
+        name: {
+            item.number: (item.source, row.rounds)
+            for run in runs
+            for item, row in zip(run.unit.items, run.rows, strict=True)
+        }
+        for name, runs in found.items()
+    }
+
+
 def _lead(prompts, name, source) -> str:
     """The paired interval of this drafter's lead over the last one named, on this source."""
     last = list(prompts)[-1]
     if name == last:
         return ""
     sums = [
-        [_sums(prompts[one][number][1]) for number, (of, _) in prompts[name].items() if source in (of, "all")]
+        [
+            tokens_and_rounds(prompts[one][number][1])
+            for number, (of, _) in prompts[name].items()
+            if source in (of, "all")
+        ]
         for one in (name, last)
     ]
     low, high = metrics.paired_difference_ci(*sums, seed=0)
     return "" if math.isnan(low) else f"over {last}: {low:+.3f} to {high:+.3f}"
 
 
-def _sums(rounds) -> tuple[int, int]:
+def tokens_and_rounds(rounds) -> tuple[int, int]:
     full = metrics.full_rounds(rounds)
     return sum(r.accepted + 1 for r in full), len(full)
 

@@ -14,20 +14,14 @@ from pathlib import Path
 
 import torch
 
-from data.prompts import PromptConfig, prompt_encoder, source_prompts
-from data.sources import SourceConfig
 from drafters.cache import HiddenCache
 from drafters.cache_manifest import SAMPLES, SPLITS
 from drafters.cache_records import shard_name, write_shard
 from drafters.cache_writer import CaptureConfig, cache_folder
 from drafters.codecs import find_codec
-from drafters.contestants import find_entries, target_node
-from drafters.decoding import metrics
-from drafters.decoding.journal import Journal
-from drafters.decoding.loop import DecodeConfig
-from drafters.decoding.runner import Execution, Runner
 from drafters.door import load_target
 from drafters.states import log_sum_exp
+from tests.bench.acceptance import decoded, tokens_and_rounds
 from tests.door_world import ROOT
 
 CODECS = ("bf16", "fp8", "int8", "int4")
@@ -65,20 +59,11 @@ def train(root: Path, out: Path, steps: int, seeds: list[int], more: list[str]) 
 
 def judge(out: Path, paths: list[str], each: int, seeds: list[int]) -> None:
     names = [str(out / f"{codec}-{seed}") for seed, codec in product(seeds, CODECS)]
-    entries = find_entries(names, {}, key="names")
-    target = load_target(target_node(entries, None), device="cpu")
-    drafters = {entry.name: entry.load(target).drafter for entry in entries}
-    encoder = prompt_encoder(target.tokenizer, max_length=target.spec.max_position, template_kwargs={})
-    wanted = PromptConfig(num_prompts=each, turns=1)
-    dialogues, _ = source_prompts(SourceConfig(path=paths), encoder, wanted, room=1024)
-    with Journal(out / "journal", f"{names} {paths} {each}", resume=True) as kept:
-        runner = Runner(target, drafters, DecodeConfig(max_new_tokens=128, batch_size=16), Execution(journal=kept))
-        found = runner.turns("acceptance", dialogues, list(drafters), {})
-    sums = {  # (accepted + bonus, rounds) of each prompt
-        name: {
-            item.number: _sums(row.rounds) for run in runs for item, row in zip(run.unit.items, run.rows, strict=True)
-        }
-        for name, runs in found.items()
+    args = argparse.Namespace(names=names, prompts=paths, each=each, tokens=128, batch=16, journal=out / "journal")
+    _, prompts = decoded(args, {})
+    sums = {
+        name: {number: tokens_and_rounds(rounds) for number, (_, rounds) in found.items()}
+        for name, found in prompts.items()
     }
     numbers = sorted(sums[f"{CODECS[0]}-{seeds[0]}"])
     table = {codec: torch.tensor([[sums[f"{codec}-{s}"][n] for n in numbers] for s in seeds]) for codec in CODECS}
@@ -103,11 +88,6 @@ def judge(out: Path, paths: list[str], each: int, seeds: list[int]) -> None:
 def drafts(sums: torch.Tensor) -> float:
     tokens, rounds = sums.reshape(-1, 2).sum(0).tolist()
     return tokens / rounds - 1 if rounds else math.nan
-
-
-def _sums(rounds) -> tuple[int, int]:
-    full = metrics.full_rounds(rounds)
-    return sum(r.accepted + 1 for r in full), len(full)
 
 
 def main() -> None:
