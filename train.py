@@ -46,7 +46,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     from drafters.runs import claim
     from drafters.training.fit import begin_logging, check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
-    from drafters.training.plan import how_dense
+    from drafters.training.plan import how_computed
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
     from drafters.weights import resolve
@@ -84,7 +84,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         config = measured_as(plan, target)
         check_settings(drafter, prompts, config, key="report")
         probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
-        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, dense=how_dense(cfg.trainer))
+        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
         begin_logging(plan, run, module, ranks)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
         report(run, target, prompts, config, settings, ranks)
@@ -144,7 +144,7 @@ def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
     is_object = not isinstance(cfg.trainer.get("strategy", "auto"), str)  # made where the processes are known
     build_trainer(cfg, **alone, **({"strategy": "auto"} if is_object else {}))
     num_processes(to_plain(cfg.trainer), ranks)
-    plan.how_dense(to_plain(cfg.trainer))
+    plan.how_computed(to_plain(cfg.trainer))
     made = plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
     check_batch_size(made.data.batch_size, ranks.size)
     check_strategy(to_plain(cfg.trainer), None, averages=made.optim.ema_decay is not None, size=ranks.size)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drafters.computing import computing
+from drafters.loss_rows import SCRATCH_ELEMENTS, AtOnce, Gradient, InParts, Rows, TargetRows, Want
 from drafters.vocab import DraftVocab
 from drafters.vocab_products import Chunk, VocabProducts, Workspace
 
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DistillInput", "DistillOutput", "LossWeights", "distill", "position_weights"]
 
-# Elements of one float scratch tensor: four of them stay in the last-level cache.
-SCRATCH_ELEMENTS = 2**19
-# Below this an acceptance or a mass counts as this much, so that logarithms and quotients stay finite.
+# Elements of a chunk's [rows, V'] from which on compiling its elementwise part pays.
+WORTH_COMPILING = 2**20
+# Below this an acceptance counts as this much, so that logarithms and quotients stay finite.
 TINY = 1e-20
 TERMS = ("ce", "l1", "kl", "lk")
 
@@ -160,19 +162,6 @@ class _Wants(NamedTuple):
     metrics: bool
 
 
-class _Target(NamedTuple):
-    """The target's side of a chunk: row u is a distinct target state, `inverse_N` says which one row n has.
-
-    q over V', the mass m (None = 1), sum q log q (with kl), and the argmax over the whole vocabulary (with metrics).
-    """
-
-    q_UV: Tensor
-    mass_U: Tensor | None
-    negentropy_U: Tensor
-    argmax_U: Tensor | None
-    inverse_N: Tensor
-
-
 class _Pass:
     """One pass over the rows: sums, per-row results, and gradients, chunk by chunk."""
 
@@ -189,15 +178,12 @@ class _Pass:
         self.support_V = None if inputs.vocab is None else inputs.vocab.ids_V
         self.labels_N = inputs.labels_N if inputs.vocab is None else inputs.vocab.to_draft(inputs.labels_N)
         self.weights_N = inputs.weights_N.to(self.dtype)
-        self.products = workspace.products(head, self.support_V, self.product_dtype)
+        biased = inputs.hidden_ND is not None and inputs.bias_NR is not None
+        self.products = workspace.products(head, self.support_V, self.product_dtype, biased=biased)
         self.products.set_bias(inputs.bias_weight_VR)
-        num_rows, num_vocab = self.num_rows, len(self.products.weight_VK)
-        new = self.weights_N.new_empty
-        self.num_scratch = max(1, min(weights.chunk, num_rows, SCRATCH_ELEMENTS // num_vocab))
-        names = ("logits", "p", "q", "work")
-        like = self.weights_N
-        self.scratch = [workspace.buffer(name, self.num_scratch, num_vocab, like=like) for name in names]
-        self.q_UV = workspace.buffer("shared q", min(weights.chunk, num_rows), num_vocab, like=like)
+        num_rows = self.num_rows
+        new, chunk = self.weights_N.new_empty, min(weights.chunk, num_rows)
+        self.rows = self._way(chunk, workspace)
         self.terms = {name: new(()).zero_() for name in TERMS if getattr(weights, name) > 0}
         self.accept_N = new(num_rows) if self.wants.accept else None
         self.agree_N = torch.zeros_like(self.labels_N, dtype=torch.bool) if wants.metrics else None
@@ -213,6 +199,13 @@ class _Pass:
             total += getattr(self.weights, name) * term
         return total
 
+    def _way(self, chunk: int, workspace: Workspace) -> Rows:
+        """All rows of a chunk at once on a GPU and where that is compiled, else a few that stay in the cache."""
+        compiled = computing().compile_loss and chunk * len(self.products.weight_VK) >= WORTH_COMPILING
+        if compiled or computing().at_once or self.weights_N.device.type != "cpu":
+            return AtOnce(self.products, chunk=chunk, compiled=compiled)
+        return InParts(self.products, workspace, chunk=chunk, like=self.weights_N)
+
     def _chunk(self, rows: slice) -> None:
         target_rows_N, lse_M = self.inputs.target_rows_N[rows], self.inputs.lse_M
         target = self._target(target_rows_N)
@@ -222,8 +215,8 @@ class _Pass:
         hidden_ND = None if self.hidden_ND is None else self.hidden_ND[rows]
         chunk = self.products.multiply(hidden_ND, bias_NR=bias_NR, offset_N=offset_N)
         num_rows = rows.stop - rows.start
-        for start in range(0, num_rows, self.num_scratch):
-            self._part(chunk, target, slice(start, min(start + self.num_scratch, num_rows)), first=rows.start)
+        for start in range(0, num_rows, self.rows.num_rows):
+            self._part(chunk, target, slice(start, min(start + self.rows.num_rows, num_rows)), first=rows.start)
         if not self.wants.grad:
             return
         gradients = self.products.backward(chunk, bias_NR)
@@ -231,27 +224,16 @@ class _Pass:
             if whole is not None and gradient is not None:
                 whole[at] += gradient
 
-    def _target(self, target_rows_N: Tensor) -> _Target:
+    def _target(self, target_rows_N: Tensor) -> TargetRows:
         rows_U, inverse_N = torch.unique(target_rows_N, return_inverse=True)
         states_UD = self.inputs.target_MD[rows_U].to(self.product_dtype)
         lse_U = None if self.inputs.lse_M is None else self.inputs.lse_M[rows_U].to(self.dtype)
         argmax_U, reduced = None, self.support_V is not None
         if self.wants.metrics or (self.wants.accept and reduced and lse_U is None):
             argmax_U, lse_U = self._whole_vocabulary(states_UD)
-        chunk = self.products.multiply(states_UD, offset_N=lse_U)
-        inside_U = self.weights_N.new_empty(len(rows_U))
-        negentropy_U = torch.zeros_like(inside_U)
-        for start in range(0, len(rows_U), self.num_scratch):
-            part = slice(start, min(start + self.num_scratch, len(rows_U)))
-            logits, work = (scratch[: part.stop - start] for scratch in self.scratch[:2])
-            self.products.read(chunk, part, logits)
-            q = torch.softmax(logits, -1, out=self.q_UV[part])
-            # log-sum-exp over V', minus the offset: the softmax kernel does not return it, its largest entry tells.
-            inside_U[part] = logits.amax(-1) - q.amax(-1).log_()
-            if "kl" in self.terms:
-                negentropy_U[part] = torch.mul(q, logits, out=work).sum(-1) - inside_U[part]
-        mass_U = inside_U.exp_().clamp_(TINY, 1.0) if reduced and lse_U is not None else None
-        return _Target(self.q_UV, mass_U, negentropy_U, argmax_U, inverse_N)
+        chunk = self.products.multiply(states_UD, offset_N=lse_U, buffer="raw of the target")
+        found = self.rows.target(chunk, inverse_N, reduced=reduced and lse_U is not None, want=self._want)
+        return found._replace(argmax_U=argmax_U)
 
     def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
         """Argmax and log-sum-exp [U] over the target's whole vocabulary."""
@@ -265,54 +247,37 @@ class _Pass:
         argmax, lse = zip(*found, strict=True)
         return torch.cat(argmax), torch.cat(lse)
 
-    def _part(self, chunk: Chunk, target: _Target, part: slice, *, first: int) -> None:
-        """Terms of a few rows, and the gradients of their logits, in float scratch that stays in the cache."""
+    @property
+    def _want(self) -> Want:
+        return Want(accept=self.accept_N is not None, kl="kl" in self.terms, best=self.wants.metrics)
+
+    def _part(self, chunk: Chunk, target: TargetRows, part: slice, *, first: int) -> None:
+        """Terms of some rows, and the gradients of their logits."""
         at = slice(first + part.start, first + part.stop)
-        logits, p, q, work = (scratch[: part.stop - part.start] for scratch in self.scratch)
-        shared_N = target.inverse_N[part]
         w, weights = self.weights_N[at], self.weights
-        torch.index_select(target.q_UV, 0, shared_N, out=q)
-        self.products.read(chunk, part, logits)
-        torch.softmax(logits, -1, out=p)
-        lse = logits.amax(-1) - p.amax(-1).log_()
-        labels = self.labels_N[at, None].clamp(min=0)
         counted = w * (self.labels_N[at] >= 0)
-        on_p, on_pt = torch.zeros_like(w), torch.zeros_like(w)
+        sums = self.rows.sums(chunk, target, part, self.labels_N[at].clamp(min=0), self._want)
+        on_p, on_q, on_label, on_below = torch.zeros_like(w), None, None, None
         if "ce" in self.terms:
-            self.terms["ce"] += (counted * (lse - logits.gather(1, labels)[:, 0])).sum()
-            on_p += weights.ce * counted
-        if "kl" in self.terms:
-            cross = lse - torch.mul(q, logits, out=work).sum(-1)
-            self.terms["kl"] += (w * (target.negentropy_U[shared_N] + cross)).sum()
+            self.terms["ce"] += (counted * (sums.lse_N - sums.label_N)).sum()
+            on_label = weights.ce * counted
+            on_p += on_label
+        if sums.cross_N is not None:
+            cross_N = sums.lse_N - sums.cross_N
+            self.terms["kl"] += (w * (target.negentropy_U[target.inverse_N[part]] + cross_N)).sum()
             on_p += weights.kl * w
-            on_pt -= weights.kl * w
-        if target.mass_U is not None:
-            mass = target.mass_U[shared_N]
-            q.mul_(mass[:, None])
-            on_pt /= mass
-        pt, on_below = q, None
-        if self.accept_N is not None:
-            accept = torch.minimum(p, pt, out=work).sum(-1)
-            self.accept_N[at] = accept
-            on_below = self._acceptance_terms(accept, w)
-        if self.agree_N is not None and target.argmax_U is not None:
-            best = p.argmax(-1) if self.support_V is None else self.support_V[p.argmax(-1)]
-            self.agree_N[at] = best == target.argmax_U[shared_N]
-        if not self.wants.grad:
-            return
-        if on_below is not None:
+            on_q = -weights.kl * w
+        if self.accept_N is not None and sums.accept_N is not None and sums.below_N is not None:
+            self.accept_N[at] = sums.accept_N
             # d accept / d z = p (1[p < pt] - sum p 1[p < pt])
-            torch.lt(p, pt, out=work)
-            work.mul_(p)
-            on_p -= on_below * work.sum(-1)
-            work.mul_(on_below[:, None]).addcmul_(p, on_p[:, None])
-        else:
-            torch.mul(p, on_p[:, None], out=work)
-        if "kl" in self.terms:
-            work.addcmul_(pt, on_pt[:, None])
-        if "ce" in self.terms:
-            work.scatter_add_(1, labels, -weights.ce * counted[:, None])
-        self.products.write(chunk, part, work)
+            on_below = self._acceptance_terms(sums.accept_N, w)
+            if on_below is not None:
+                on_p -= on_below * sums.below_N
+        if self.agree_N is not None and target.argmax_U is not None and sums.best_N is not None:
+            best_N = sums.best_N if self.support_V is None else self.support_V[sums.best_N]
+            self.agree_N[at] = best_N == target.argmax_U[target.inverse_N[part]]
+        if self.wants.grad:
+            self.rows.write(chunk, target, part, sums, Gradient(on_p, on_below, on_q, on_label))
 
     def _acceptance_terms(self, accept: Tensor, w: Tensor) -> Tensor | None:
         """Adds l1 and lk; returns their derivative with respect to `accept`, None when both are off."""

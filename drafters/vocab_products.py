@@ -1,7 +1,7 @@
 # The matrix products between hidden states and vocabulary rows, and their gradients, for one chunk of rows.
-# In bfloat16 a logit near 20 is rounded by up to 0.06. So where the vocabulary rows are copied anyway (a reduced
-# vocabulary), the draft's bias and the target's log-sum-exp ride along as extra columns of the same product: it is
-# rounded once, and the logits that matter lie near zero. A `Workspace` keeps what is the same in every step.
+# In bfloat16 a logit near 20 is rounded by up to 0.06. So where the vocabulary rows are copied, the draft's bias and the
+# target's log-sum-exp ride along as extra columns of the same product: it is rounded once, and the logits that matter lie
+# near zero. A `Workspace` keeps what is the same in every step.
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,24 +33,33 @@ class VocabProducts:
 
     The bias and the offset come after the softcap. A drafter with an output projection of its own has no x: its weight
     is W_2, and its states are the factor. `folded`: no softcap and a copy of the rows, so one product
-    does it all.
+    does it all; of a reduced vocabulary, and on a CPU where drafts are `biased`.
     """
 
     def __init__(
-        self, head: "TargetHead", *, support_V: Tensor | None, dtype: torch.dtype, workspace: "Workspace"
+        self,
+        head: "TargetHead",
+        *,
+        support_V: Tensor | None,
+        dtype: torch.dtype,
+        workspace: "Workspace",
+        biased: bool = False,
     ) -> None:
         self.scale = head.spec.logit_scale
         self.cap = head.spec.logit_softcap
         self.width = head.lm_head_VD.shape[1]
         self.workspace = workspace
         self.bias_weight_VR: Tensor | None = None
-        self.folded = support_V is not None and self.cap is None
+        # On a CPU a copy of all rows costs less than a product, a buffer and two passes for the bias alone.
+        copied = support_V is not None or (biased and head.lm_head_VD.device.type == "cpu")
+        self.folded = copied and self.cap is None
         self.at_bias = self.width + OFFSET_COLUMNS
-        if support_V is None or self.cap is not None:
+        if not self.folded:
             self.weight_VK = head.rows(support_V).to(dtype)
             return
-        self.weight_VK = head.lm_head_VD.new_zeros(len(support_V), self.at_bias, dtype=dtype)
-        self.weight_VK[:, : self.width] = head.lm_head_VD.index_select(0, support_V)
+        rows_VD = head.lm_head_VD if support_V is None else head.lm_head_VD.index_select(0, support_V)
+        self.weight_VK = rows_VD.new_zeros(len(rows_VD), self.at_bias, dtype=dtype)
+        self.weight_VK[:, : self.width] = rows_VD
         self.weight_VK[:, self.width : self.width + 2] = 1.0
 
     def set_bias(self, bias_weight_VR: Tensor | None) -> None:
@@ -69,13 +78,19 @@ class VocabProducts:
         self.bias_weight_VR.copy_(bias_weight_VR.detach())
 
     def multiply(
-        self, hidden_ND: Tensor | None, *, bias_NR: Tensor | None = None, offset_N: Tensor | None = None
+        self,
+        hidden_ND: Tensor | None,
+        *,
+        bias_NR: Tensor | None = None,
+        offset_N: Tensor | None = None,
+        buffer: str = "raw",
     ) -> Chunk:
-        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2. Valid until the next call."""
+        """The products of N rows; `offset_N` float32, `bias_NR` the factor before W_2. Valid until the next call with
+        the same `buffer`."""
         if hidden_ND is None:
             return self._multiply_own(bias_NR, offset_N)
         hidden_ND = (hidden_ND if self.scale == 1.0 else hidden_ND * self.scale).to(self.weight_VK.dtype)
-        raw_NV = self.workspace.buffer("raw", len(hidden_ND), len(self.weight_VK), like=hidden_ND)
+        raw_NV = self.workspace.buffer(buffer, len(hidden_ND), len(self.weight_VK), like=hidden_ND)
         if not self.folded:
             bias_NV = None
             if bias_NR is not None and self.bias_weight_VR is not None:
@@ -155,16 +170,18 @@ class Workspace:
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
         self._products: VocabProducts | None = None
-        self._made_of: tuple[Tensor, Tensor | None, torch.dtype] | None = None
+        self._made_of: tuple[Tensor, Tensor | None, torch.dtype, bool] | None = None
 
     def __reduce__(self) -> tuple[type["Workspace"], tuple[()]]:
         return Workspace, ()
 
-    def products(self, head: "TargetHead", support_V: Tensor | None, dtype: torch.dtype) -> VocabProducts:
+    def products(
+        self, head: "TargetHead", support_V: Tensor | None, dtype: torch.dtype, *, biased: bool = False
+    ) -> VocabProducts:
         """Products over `support_V`, made anew when the head, the support or the dtype is another."""
-        made_of = (head.lm_head_VD, support_V, dtype)
+        made_of = (head.lm_head_VD, support_V, dtype, biased)
         if self._products is None or self._made_of is None or any(map(lambda a, b: a is not b, made_of, self._made_of)):
-            self._products = VocabProducts(head, support_V=support_V, dtype=dtype, workspace=self)
+            self._products = VocabProducts(head, support_V=support_V, dtype=dtype, workspace=self, biased=biased)
             self._made_of = made_of
         return self._products
 

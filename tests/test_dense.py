@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from drafters.computing import Computing, computed_as
 from drafters.errors import ConfigError
-from drafters.heads.dense import Dense, computed_as
-from drafters.training.plan import how_dense
+from drafters.training.plan import how_computed
 from tests.contract_cases import tiny_world
 
 FAMILIES = ("markov", "eagle3", "mtp")
@@ -30,7 +30,7 @@ def learned(name, dense):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_computing_again_changes_nothing_and_keeps_less(name):
-    (plain, kept), (again, kept_again) = learned(name, Dense()), learned(name, Dense(recompute=True))
+    (plain, kept), (again, kept_again) = learned(name, Computing()), learned(name, Computing(recompute=True))
     assert all(map(torch.equal, plain, again))
     assert kept_again < kept
 
@@ -39,13 +39,13 @@ def test_computing_again_changes_nothing_and_keeps_less(name):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiled_layers_learn_the_same(name, recompute):
-    (plain, _), (compiled, _) = learned(name, Dense()), learned(name, Dense(compile=True, recompute=recompute))
+    (plain, _), (compiled, _) = learned(name, Computing()), learned(name, Computing(compile=True, recompute=recompute))
     for mine, other in zip(plain, compiled, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def test_settings():
-    assert how_dense({}) == Dense()
-    assert how_dense({"compile": True, "activation_checkpointing": True}) == Dense(compile=True, recompute=True)
+    assert how_computed({}) == Computing()
+    assert how_computed({"compile": True, "activation_checkpointing": True}) == Computing(compile=True, recompute=True)
     with pytest.raises(ConfigError, match=r"trainer\.compile: got 'max'; accepted: true, false"):
-        how_dense({"compile": "max"})
+        how_computed({"compile": "max"})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.computing import Computing, computed_as
 from drafters.losses import DistillInput, LossWeights, distill, position_weights
 from drafters.spec import TargetSpec
 from drafters.target import TargetHead
@@ -14,6 +15,13 @@ from drafters.vocab import DraftVocab
 from tests.tiny import tiny_spec
 
 VOCAB, HIDDEN, RANK, NUM_STATES, NUM_ROWS = 61, 16, 5, 11, 23
+
+
+@pytest.fixture(params=["in parts", "at once"], autouse=True)
+def way(request):
+    """Both ways to compute the elementwise part."""
+    with computed_as(Computing(at_once=request.param == "at once")):
+        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +270,24 @@ def test_no_rows_give_zero(spec):
     out = distill(empty, head, LossWeights(), want_metrics=True)
     assert out.total == 0
     assert len(out.accept_N) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terms", TERM_SETS)
+@pytest.mark.parametrize(("reduced", "cap"), [(False, None), (True, None), (False, 3.0), (True, 3.0)])
+def test_compiled_it_is_the_same(spec, monkeypatch, terms, reduced, cap):
+    monkeypatch.setattr("drafters.losses.WORTH_COMPILING", 0)
+    head = make_head(spec, cap=cap)
+    inputs = make_inputs(head, reduced=reduced)
+    leaves = (inputs.hidden_ND, inputs.bias_NR, inputs.bias_weight_VR)
+
+    def learned(how: Computing) -> list[Tensor]:
+        with computed_as(how):
+            found = distill(inputs, head, LossWeights(**terms, chunk=8), want_accept=True)
+        return [found.total, found.accept_N, *torch.autograd.grad(found.total, leaves)]
+
+    for plain, compiled in zip(learned(Computing()), learned(Computing(compile_loss=True)), strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-9, atol=1e-9)
 
 
 def test_position_weights():

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.heads.attention import attend
 from drafters.heads.base import Session
 from drafters.heads.chain import draft_chain
 from drafters.heads.layers import rope_table
-from drafters.heads.masks import attend
 from drafters.heads.output import DraftOutput
 from drafters.heads.tree_growth import grow
 from drafters.types import Proposal

@@ -1,10 +1,7 @@
 # The dense end of a draft layer: output projection and gated MLP on the residual stream. In training it holds most of a
 # layer's activations; a run may have them computed again in the backward pass, and may have the whole compiled.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -12,41 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from drafters.computing import computing
 from drafters.heads.norms import rms_norm
 
-__all__ = ["Dense", "computed_as", "finish"]
+__all__ = ["finish"]
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # output projection, gain of the norm, gate and up, down
 Finish = Callable[[Tensor, Tensor, Weights, float], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dense:
-    """`recompute`: activations are not kept for the backward pass; `compile`: torch.compile fuses elementwise work."""
-
-    recompute: bool = False
-    compile: bool = False
-
-
-PLAIN = Dense()
-_dense: ContextVar[Dense] = ContextVar("dense", default=PLAIN)
-
-
-@contextmanager
-def computed_as(dense: Dense) -> Iterator[None]:
-    """Within it, layers are computed so."""
-    token = _dense.set(dense)
-    try:
-        yield
-    finally:
-        _dense.reset(token)
-
-
 def finish(x: Tensor, attended: Tensor, weights: Weights, eps: float) -> Tensor:
     """The residual stream [..., D] after attention [..., N * H] and the MLP."""
-    dense = _dense.get()
-    function = _compiled() if dense.compile else _finish
-    if dense.recompute and torch.is_grad_enabled():
+    how = computing()
+    function = _compiled() if how.compile else _finish
+    if how.recompute and torch.is_grad_enabled():
         again: Tensor = checkpoint(function, x, attended, weights, eps, use_reentrant=False)
         return again
     return function(x, attended, weights, eps)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.heads.attention import attend
 from drafters.heads.dense import finish
 from drafters.heads.layers import GatedMLP, RMSNorm, join, rms_norm, rope_table, rotate
-from drafters.heads.masks import attend
 from drafters.spec import TargetSpec
 
 __all__ = ["Eagle3Layer", "Eagle3Weights", "Unroll"]

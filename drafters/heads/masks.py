@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BlockLayout", "attend", "block_attention", "flex_block_attention"]
+from drafters.heads.attention import attend
+
+__all__ = ["BlockLayout", "block_attention", "flex_block_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,35 +30,6 @@ class BlockLayout:
     def slots(self) -> Tensor:
         """True positions [A, G] of the block slots."""
         return self.positions_A[:, None] + torch.arange(self.block_size, device=self.positions_A.device)
-
-
-def attend(
-    query_XNRH: Tensor, context: tuple[Tensor, Tensor], allowed_XYS: Tensor | None, block: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Attention of blocks to shared context and to themselves, one softmax over both. Returns [X, N, R, H].
-
-    X groups of Y blocks each share S context positions: `context` holds keys and values [X, N, S, H], `allowed_XYS`
-    (None = all) says what each block of the group may see, `block` holds [X, N, Y, G, H]. The R = Y * r query rows
-    of key/value head n are ordered by block; they are already scaled. Softmax in float32 or wider.
-    """
-    num_groups, num_heads, num_queries, head_dim = query_XNRH.shape
-    num_blocks, block_size = block[0].shape[2:4]
-    flat = (num_groups * num_heads, num_queries, head_dim)
-    query, keys, values = query_XNRH.reshape(flat), context[0].flatten(0, 1), context[1].flatten(0, 1)
-    query_blocks = query.reshape(-1, num_queries // num_blocks, head_dim)
-    block_keys, block_values = block[0].flatten(0, 2), block[1].flatten(0, 2)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = torch.bmm(query, keys.transpose(1, 2)).to(wide)
-    if allowed_XYS is not None:
-        # One row per block, seen by all its heads and queries.
-        hidden = torch.zeros_like(allowed_XYS, dtype=wide).masked_fill_(~allowed_XYS, float("-inf"))
-        shape = (num_groups, num_heads, num_blocks, num_queries // num_blocks, -1)
-        scores = (scores.view(shape) + hidden[:, None, :, None, :]).view(*flat[:2], -1)
-    block_scores = torch.bmm(query_blocks, block_keys.transpose(1, 2)).to(wide).view(*flat[:2], block_size)
-    weights = torch.cat((scores, block_scores), dim=-1).softmax(-1).to(query.dtype)
-    seen = torch.bmm(weights[..., :-block_size], values)
-    own = torch.bmm(weights[..., -block_size:].reshape(-1, num_queries // num_blocks, block_size), block_values)
-    return (seen + own.view(flat)).view(query_XNRH.shape)
 
 
 def block_attention(

@@ -14,10 +14,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from drafters.computing import Computing, computed_as
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.heads.base import Drafter
 from drafters.heads.calibration_metrics import ACCEPTANCE, CONFIDENCE, auc_of, ece_of
-from drafters.heads.dense import Dense, computed_as
 from drafters.training.budget import Stopwatch
 from drafters.training.optim import OptimConfig, build_optimizer, schedule_factor
 from drafters.training.strategies import total_norm
@@ -68,7 +68,7 @@ class DistillModule(LightningModule):
     what any rank wished, the same on all of them. `tallies` are numbers of this rank, to be set before the step's
     reduction; after it, their sums over all ranks. `clock` counts training proper. `total_steps` is the run's length,
     None until a time budget is measured. `sample_names` are what errors call the samples of a batch, by their ids;
-    `dense` is how draft layers are computed.
+    `how` says how a step is computed.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class DistillModule(LightningModule):
         optim: OptimConfig,
         *,
         sample_names: Sequence[str] | None = None,
-        dense: Dense | None = None,
+        how: Computing | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter.float()  # master weights; products run in `optim.precision`
         if not any(p.requires_grad for p in drafter.parameters()):
             raise ConfigError(f"drafter: {type(drafter).__name__} has no trainable parameter; choose another drafter")
         self.optim = optim
-        self.dense = dense or Dense()
+        self.how = how or Computing()
         self.total_steps = optim.max_steps
         self.positions = 0
         self.clock = Stopwatch()
@@ -130,7 +130,7 @@ class DistillModule(LightningModule):
         if self.optim.precision == "float32":
             aux_BTLD = None if batch.aux_BTLD is None else batch.aux_BTLD.float()
             batch = replace(batch, aux_BTLD=aux_BTLD, last_BTD=batch.last_BTD.float())
-        with self.autocast(), computed_as(self.dense):
+        with self.autocast(), computed_as(self.how):
             return self.drafter.loss(batch, self.target_head)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

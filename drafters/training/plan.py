@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drafters.cache_writer import CaptureConfig
+from drafters.computing import Computing
 from drafters.config import build_config, typed
 from drafters.decoding.measure import MeasureConfig
 from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
-from drafters.heads.dense import Dense
 
 if TYPE_CHECKING:
     from drafters.training.callbacks import CallbackConfig
     from drafters.training.optim import OptimConfig
     from drafters.training.profiling import ProfilerConfig
 
-__all__ = ["OWN", "Plan", "check_trainer", "how_dense", "one_line", "read_plan"]
+__all__ = ["OWN", "Plan", "check_trainer", "how_computed", "one_line", "read_plan"]
 
 # Settings of Lightning's Trainer that are decided elsewhere: the value they keep, and where to turn.
 DECIDED = {
@@ -118,13 +118,13 @@ def check_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, (value, _) in DECIDED.items()}
 
 
-def how_dense(settings: Mapping[str, Any]) -> Dense:
+def how_computed(settings: Mapping[str, Any]) -> Computing:
     """How draft layers are computed, of the trainer's `settings`. Raises ConfigError."""
     given = {name: settings.get(name, False) for name in OWN}
     for name, value in given.items():
         if not isinstance(value, bool):
             raise ConfigError(f"trainer.{name}: got {value!r}; accepted: true, false")
-    return Dense(compile=given["compile"], recompute=given["activation_checkpointing"])
+    return Computing(compile=given["compile"], recompute=given["activation_checkpointing"])
 
 
 def one_line(error: Exception) -> str:

@@ -12,16 +12,17 @@ from drafters.spec import TargetSpec
 from drafters.target import TargetHead
 from drafters.types import Batch
 from drafters.vocab import DraftVocab
+from tests.bench.step_world import LAYER_IDS, Setting
 
-NUM_ROWS, WIDTH, LAYER_IDS = 2, 250, (1, 7, 14, 20, 27)
+NUM_ROWS, WIDTH = 2, 250
 
 
-def smollm2_spec() -> TargetSpec:
-    """The sizes of SmolLM2-135M."""
+def smollm2_spec(*, vocab_size: int = 49152) -> TargetSpec:
+    """The sizes of SmolLM2-135M; `vocab_size` as asked."""
     return TargetSpec(
         hidden_size=576,
         num_layers=30,
-        vocab_size=49152,
+        vocab_size=vocab_size,
         num_heads=9,
         num_kv_heads=3,
         head_dim=64,
@@ -67,14 +68,28 @@ def make_batch(spec: TargetSpec, head: TargetHead) -> Batch:
 
 def make_drafter(spec: TargetSpec, *, num_draft: int, window: int) -> BlockDrafter:
     """The shipped drafter, random."""
+    return _drafter(spec, num_draft, window, rank=64, loss=LossWeights())
+
+
+def drafter_of(spec: TargetSpec, setting: Setting) -> BlockDrafter:
+    """The drafter of a setting, random, with the loss of 2607.05147."""
+    sizes = {name: getattr(setting, name) for name in ("num_layers", "block_size", "num_anchors", "confidence", "rank")}
+    loss = LossWeights(ce=0.1, l1=0.9, kl=0.0)
+    return _drafter(spec, setting.draft_vocab, setting.window, loss=loss, **sizes)
+
+
+def _drafter(
+    spec: TargetSpec, num_draft: int, window: int, *, rank: int, loss: LossWeights, **settings: int
+) -> BlockDrafter:
     ids_V = torch.randperm(spec.vocab_size)[: num_draft or None].sort().values
     vocab = DraftVocab(ids_V, num_full=spec.vocab_size) if num_draft else None
     config = BlockDrafter.Config(
         layer_ids=LAYER_IDS,
         window=window or None,
-        sequential={"_target_": "drafters.heads.sequential.MarkovHead", "rank": 64},
+        sequential={"_target_": "drafters.heads.sequential.MarkovHead", "rank": rank},
         draft_vocab_size=num_draft or None,
-        loss=LossWeights(),
+        loss=loss,
+        **settings,
     )
     return BlockDrafter(config, spec, vocab=vocab)
 

@@ -26,8 +26,8 @@ def reference_loss(drafter: BlockDrafter, batch: Batch, head: TargetHead) -> tup
     rows_VD = head.rows(ids_V)
     target_AGD = batch.last_BTD.flatten(0, 1)[anchors.states_AG]
     with torch.no_grad():
-        target_AGV = F.linear(target_AGD, rows_VD)
-    draft_AGV = F.linear(hidden_AGD, rows_VD)
+        target_AGV = F.linear(target_AGD, rows_VD).float()
+    draft_AGV = F.linear(hidden_AGD, rows_VD).float()
     confidence_AG = None
     if drafter.markov_head is not None:
         embedded_AGR = F.embedding(anchors.tokens_AG, drafter.markov_head.markov_w1.weight)
@@ -52,11 +52,11 @@ def _loss(
     weights_AG = counted_AG.float() * position_weights(counted_AG.shape[1], weights.gamma).to(counted_AG.device)
 
     def l1() -> Tensor:
-        draft, target = draft_AGV.float().softmax(-1), target_AGV.float().softmax(-1)
+        draft, target = draft_AGV.softmax(-1), target_AGV.softmax(-1)
         return (draft - target).abs().sum(-1)
 
     accept_AG = (1.0 - 0.5 * l1()).clamp(0.0, 1.0)
-    ce_N = F.cross_entropy(draft_AGV.flatten(0, 1).float(), labels_AG.flatten(), reduction="none", ignore_index=-1)
+    ce_N = F.cross_entropy(draft_AGV.flatten(0, 1), labels_AG.flatten(), reduction="none", ignore_index=-1)
     total = weights.ce * (ce_N * weights_AG.flatten()).sum() + weights.l1 * (l1() * weights_AG).sum()
     if confidence_AG is not None:
         bce = F.binary_cross_entropy_with_logits(confidence_AG.float(), accept_AG.detach(), reduction="none")
