@@ -33,6 +33,7 @@ class Setting:
     rank: int = 64
     threads: int = 2
     confidence: bool = True
+    compiled: bool = False
 
 
 def states(setting: Setting) -> dict[str, torch.Tensor]:
@@ -59,6 +60,7 @@ class OurStep:
     """One step of ours, or of the plain reference; `whose` says which."""
 
     def __init__(self, setting: Setting) -> None:
+        from drafters.computing import Computing, computed_as
         from drafters.target import TargetHead
         from drafters.types import Batch
         from tests.bench.block_step import drafter_of, smollm2_spec
@@ -68,6 +70,7 @@ class OurStep:
         spec = smollm2_spec(vocab_size=setting.vocab)
         self.head = TargetHead(spec, embedding_VD=data["weight"], lm_head_VD=data["weight"])
         self.drafter = drafter_of(spec, setting)
+        self.computed_as, self.how = computed_as, Computing(compile_loss=setting.compiled)
         self.reference = reference_loss if setting.who == "reference" else None
         sizes = data["lengths"].tolist()
 
@@ -88,7 +91,7 @@ class OurStep:
         self.parameters = list(self.drafter.parameters())
 
     def loss(self) -> tuple[torch.Tensor, float]:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), self.computed_as(self.how):
             if self.reference is not None:
                 total, count = self.reference(self.drafter, self.batch, self.head)
             else:
@@ -187,7 +190,7 @@ def serve(setting: Setting) -> None:
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - begin)
-        say({"seconds": seconds, "count": count, "loss": float(loss.detach()), "peak_mb": peak_mb()})
+        say({"seconds": seconds, "count": count, "peak_mb": peak_mb()})
 
 
 def peak_mb() -> float:
