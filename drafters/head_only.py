@@ -44,7 +44,7 @@ class StoredTensors(Mapping[str, Tensor]):
         if name not in self._places:
             raise CheckpointError(
                 f"target.weights: {self.folder} does not hold '{name}' as one tensor, so the target's layers have to "
-                "be in memory for this drafter; set callbacks.probe_every_n_steps or report.num_prompts, which load them"
+                "be in memory for this drafter: set callbacks.probe_every_n_steps or report.num_prompts"
             )
         file = self.folder / self._files[self._places[name]]
         try:
