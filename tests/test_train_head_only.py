@@ -166,7 +166,7 @@ def test_states_made_in_the_step_need_the_target(lean, capsys):
 def test_two_processes_train_without_the_layers(lean):
     command = [sys.executable, str(ROOT / "train.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    more = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=auto")
+    more = ("trainer=ddp", "trainer.devices=2")
     runs = []
     for name, ways in (("two-head", ()), ("two-whole", ("callbacks.probe_every_n_steps=4",))):
         given = overrides(lean, name, "markov", *HEAD_ONLY, *ways, *more)
