@@ -26,7 +26,7 @@ def keep_spec(folder: Folder, spec: TargetSpec) -> None:
     try:
         if SPEC not in folder.names() or not _is_same(folder.read(SPEC), spec):
             folder.write(SPEC, content)
-    except OSError as error:
+    except (OSError, DataError) as error:  # a store says its own
         logger.info(
             "cache: %s cannot be written (%s): trainings from it load the whole target", folder.name_of(SPEC), error
         )
