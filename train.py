@@ -3,7 +3,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,24 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch import Trainer
 
     from drafters.cache import HiddenCache
+    from drafters.cache_manifest import CacheKey
     from drafters.chat import ChatEncoder
     from drafters.decoding.dialogue import Dialogue
     from drafters.decoding.measure import MeasureConfig
     from drafters.distributed import Ranks
+    from drafters.heads.base import Drafter
     from drafters.online import OnlineStates
     from drafters.runs import Run
+    from drafters.storage import Folder
     from drafters.target import FrozenTarget
     from drafters.training.plan import Plan
     from drafters.types import Example, Needs
+
+NUM_PROBED = 8  # prompts of a probe in the middle of training
 
 
 def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
@@ -33,13 +39,11 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     so together."""
     import torch
 
-    from data.capture import encode_splits
+    from data.capture import encode_splits, states_place
     from data.prompts import held_out_prompts
-    from data.sources import load_splits
+    from data.sources import ONLINE, load_splits
     from drafters.chat import ChatEncoder
     from drafters.config import to_plain
-    from drafters.decoding.measure import check_settings
-    from drafters.decoding.probe import acceptance_probe
     from drafters.distributed import Ranks
     from drafters.door import load_target, pick_device, say
     from drafters.heads.start import Start, check_block_size
@@ -64,30 +68,60 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
             folder_of(warm_start)
         with ranks.first_goes_first():
             parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
-            resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
+            weights = resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
         device = torch.device(pick_device(asked := ranks.device(cfg.device)))
-        target = load_target(settings["target"], device=data.target_device or asked)
+        load = partial(load_target, settings["target"], device=data.target_device or asked)
+        target = load(is_outline=not plan.decodes and data.states != ONLINE)
         check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
-        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
         room = target.spec.max_position - plan.report.max_new_tokens
-        prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts, room=room)
+        prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
         splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
         check_block_size(splits["train"], outline.block_size)
+        if not target.has_layers:
+            cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
+            target = read_head_or_load(target, cache, (weights, device), load, ranks)
+        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
         states = find_states(plan, target, splits, encoder, outline.needs, ranks)
         start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
-        config = measured_as(plan, target)
-        check_settings(drafter, prompts, config, key="report")
-        probe = acceptance_probe(target, [one.encode(()) for one in prompts[:8]], sampling=config.sampling)
+        probe = build_probe(plan, target, drafter, prompts) if plan.decodes else None
         module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
         begin_logging(plan, run, module, ranks)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
-        report(run, target, prompts, config, settings, ranks)
+        end(plan, run, target, prompts, settings, ranks)
+
+
+def read_head_or_load(
+    outline: "FrozenTarget",
+    cache: "tuple[CacheKey, Folder]",
+    weights: "tuple[Path, torch.device]",
+    load: "Callable[[], FrozenTarget]",
+    ranks: "Ranks",
+) -> "FrozenTarget":
+    """Of a run that does not decode: the target's head, read where the cache is finished, or else all of it, loaded.
+    `weights`: their folder, and the device for the head."""
+    from drafters.cache import HiddenCache
+    from drafters.cache_target import find_spec
+    from drafters.door import say
+    from drafters.head_only import check_head, read_head
+
+    key, folder = cache
+    found = ranks.share(find_spec(folder, key, outline.spec) if ranks.is_first else None)
+    if found is None or isinstance(found, str):
+        say(f"The target's layers are loaded: {found}")
+        return load()
+    target = read_head(outline, found, weights[0], device=weights[1])
+    check_head(target.head, HiddenCache.open(folder, expect=key))
+    say(
+        "The target's layers are not loaded: nothing of this run decodes with them (report.num_prompts=0, "
+        "callbacks.probe_every_n_steps=null)"
+    )
+    return target
 
 
 def find_states(
@@ -190,27 +224,44 @@ def measured_as(plan: "Plan", target: "FrozenTarget") -> "MeasureConfig":
     return replace(plan.report, sampling=effective_sampling(target.model.generation_config, asked))
 
 
-def report(
+def build_probe(
+    plan: "Plan", target: "FrozenTarget", drafter: "Drafter", prompts: "list[Dialogue]"
+) -> "Callable[[Drafter], dict[str, float]]":
+    """What decodes in the middle of training. Raises ConfigError for settings of `report` that do not fit."""
+    from drafters.decoding.measure import check_settings
+    from drafters.decoding.probe import acceptance_probe
+
+    config = measured_as(plan, target)
+    check_settings(drafter, prompts, config, key="report")
+    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=config.sampling)
+
+
+def end(
+    plan: "Plan",
     run: "Run",
     target: "FrozenTarget",
     prompts: list["Dialogue"],
-    config: "MeasureConfig",
     settings: Mapping[str, Any],
     ranks: "Ranks",
 ) -> None:
-    """Real decoding with the best weights of the run, on held-out prompts; before it, the picture of the training."""
+    """Real decoding with the best weights of the run, on held-out prompts, if the report is wanted; before it, the
+    picture of the training."""
     from drafters.checkpoint import load_drafter, provenance
     from drafters.decoding.measure import Contestant
-    from drafters.door import Place, measure_and_write
+    from drafters.door import Place, measure_and_write, say
     from drafters.training.curve import save_curve
     from drafters.training.loggers import REPORT, log_report
 
     if ranks.is_first:
         save_curve(run.folder)
+    if plan.num_prompts == 0:
+        say(f"Trained: {run.drafter}; not measured (report.num_prompts=0): python evaluate.py run={run.folder} does it")
+        return
     drafter = load_drafter(run.drafter, spec=target.spec).to(target.device)
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
     place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]}, ranks=ranks)
-    for found in measure_and_write(target, contestants, prompts, config, place).values():  # on the first rank
+    measured = measure_and_write(target, contestants, prompts, measured_as(plan, target), place)
+    for found in measured.values():  # on the first rank
         log_report(run.folder, settings, found, run.folder, prefix=REPORT)
 
 

@@ -18,14 +18,16 @@ from omegaconf import DictConfig
 
 if TYPE_CHECKING:
     from data.sources import DataConfig, SourceConfig
-    from drafters.cache import HiddenCache
+    from drafters.cache import CacheKey, HiddenCache
     from drafters.cache_writer import CaptureConfig, Estimate
     from drafters.chat import ChatEncoder, EncodeReport
     from drafters.distributed import Ranks
+    from drafters.spec import TargetSpec
+    from drafters.storage import Folder
     from drafters.target import FrozenTarget
     from drafters.types import Conversation, Example
 
-__all__ = ["CaptureBar", "capture_states", "encode_splits"]
+__all__ = ["CaptureBar", "capture_states", "encode_splits", "states_place"]
 
 RATED_TOKENS = 8192  # a rate of fewer says little
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
@@ -74,26 +76,35 @@ def capture_states(
     """The cache of these examples under this target, captured now as far as it is not there yet, with a progress bar
     on stderr. All `ranks` (None: this process alone) call it alike and share the work. Raises what
     `drafters.cache_writer.capture` raises."""
-    from drafters.cache import CacheKey
-    from drafters.cache_writer import Crew, cache_folder, capture
+    from drafters.cache_writer import Crew, capture
     from drafters.distributed import Ranks
     from drafters.storage import LocalFolder
 
     ranks = ranks or Ranks()
-    key = CacheKey.of(
-        target.spec,
-        [example for split in splits.values() for example in split],
-        template_hash=encoder.template_hash,
-        max_length=encoder.max_length,
-        codec=config.codec,
-    )
-    folder = cache_folder(config, key)
+    key, folder = states_place(target.spec, splits, config, encoder=encoder)
     with CaptureBar() as bar:
         crew = Crew(ranks=ranks, watcher=bar if ranks.is_first else None)
         cache = capture(target, splits, folder, key=key, config=config, crew=crew)
     if (rate := bar.rate()) is not None and isinstance(folder, LocalFolder):
         _remember(rate / ranks.size, target, folder.path.parent)
     return cache
+
+
+def states_place(
+    spec: "TargetSpec", splits: Mapping[str, Sequence["Example"]], config: "CaptureConfig", *, encoder: "ChatEncoder"
+) -> "tuple[CacheKey, Folder]":
+    """The key of the cache of these examples under a target of this `spec`, and its folder, which need not be there."""
+    from drafters.cache import CacheKey
+    from drafters.cache_writer import cache_folder
+
+    key = CacheKey.of(
+        spec,
+        [example for split in splits.values() for example in split],
+        template_hash=encoder.template_hash,
+        max_length=encoder.max_length,
+        codec=config.codec,
+    )
+    return key, cache_folder(config, key)
 
 
 def _remember(rate: float, target: "FrozenTarget", root: Path) -> None:

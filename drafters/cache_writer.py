@@ -21,6 +21,7 @@ from drafters.cache_config import CaptureConfig, Crew, Estimate, Watcher, cache_
 from drafters.cache_manifest import ALL, MANIFEST, SAMPLES, SPLITS, SUPERVISED, CacheKey, Manifest, Shard, json_bytes
 from drafters.cache_plan import ShardPlan, plan_shards, split_places
 from drafters.cache_records import read_record, record_name, shard_name, write_record, write_shard
+from drafters.cache_target import keep_spec
 from drafters.codecs import find_codec
 from drafters.errors import DataError
 from drafters.planning import stored_bytes
@@ -63,6 +64,8 @@ def capture(
         start = crew.ranks.share(_take(make, folder, held) if crew.ranks.is_first else None)
         if start is not None:
             make(begun=start.manifest).run(start, crew)
+    if target.has_layers and crew.ranks.is_first:
+        keep_spec(folder, target.spec)
     return HiddenCache.open(folder, expect=key, needs=Needs(layer_ids=config.layer_ids))
 
 

@@ -197,11 +197,15 @@ def check_target_keys(node: Mapping[str, Any]) -> None:
             raise ConfigError(f"target.{name}: unknown setting; accepted: {', '.join(TARGET_KEYS)}")
 
 
-def load_target(node: Mapping[str, Any], *, device: str | None, is_split: bool = False) -> "FrozenTarget":
+def load_target(
+    node: Mapping[str, Any], *, device: str | None, is_split: bool = False, is_outline: bool = False
+) -> "FrozenTarget":
     """The target that a node of conf/target describes, checked. `is_split`: whether the caller leads the processes of a
-    `tp_plan`. Raises ConfigError for an unknown setting, and for two that contradict each other."""
+    `tp_plan`; `is_outline`: without weights. Raises ConfigError for an unknown setting, and for two that contradict
+    each other."""
     from drafters.target import FrozenTarget
     from drafters.target_loading import Placement
+    from drafters.weights import fingerprint, resolve
 
     check_target_keys(node)
     device_map, tp_plan = (node.get(name) for name in PLACED)
@@ -217,6 +221,9 @@ def load_target(node: Mapping[str, Any], *, device: str | None, is_split: bool =
         )
     placement = Placement(pick_device(device), device_map=device_map, tp_plan=tp_plan)
     chosen = {name: node[name] for name in TARGET_KEYS if name in node and name not in ("layer_ids", *PLACED)}
+    if is_outline:
+        folder = resolve(chosen["weights"], sha256=chosen.get("sha256"))
+        return FrozenTarget.outline(**{"dtype": "bfloat16", **chosen}, weights_hash=fingerprint(folder))
     return FrozenTarget.load(**chosen, device=placement)
 
 

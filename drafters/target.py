@@ -4,18 +4,15 @@
 
 import hashlib
 import inspect
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from drafters.errors import CheckpointError, ConfigError
-from drafters.files import save_tensors
+from drafters.errors import ConfigError
 from drafters.kv_cache import TargetCache
 from drafters.spec import TargetSpec, check_layer_ids
 from drafters.target_loading import Placement, WholeTensors, head_tensors, outline
@@ -62,36 +59,6 @@ class TargetHead:
             self.spec, embedding_VD=embedding, lm_head_VD=embedding if tied else self.lm_head_VD.to(device)
         )
 
-    def save(self, folder: Path) -> None:
-        """Write `target_head.safetensors` and `target_spec.json` into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"embedding": self.embedding_VD.contiguous()}
-        if not self.spec.tied_head:
-            tensors["lm_head"] = self.lm_head_VD.contiguous()
-        save_tensors(tensors, folder / "target_head.safetensors")
-        (folder / "target_spec.json").write_text(json.dumps(self.spec.to_dict(), indent=1) + "\n")
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> "TargetHead":
-        """Inverse of `save`. Raises CheckpointError when a file is missing or damaged."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            spec = TargetSpec.from_dict(json.loads((folder / "target_spec.json").read_text()))
-            tensors = load_file(folder / "target_head.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"target head in {folder}: {error}; capture the states again") from error
-        names = {"embedding"} if spec.tied_head else {"embedding", "lm_head"}
-        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
-        if tensors.keys() != names or shapes != {(spec.vocab_size, spec.hidden_size)}:
-            raise CheckpointError(
-                f"target head in {folder}: holds {sorted(tensors)} {sorted(shapes)}, expected {sorted(names)} "
-                f"of [{spec.vocab_size}, {spec.hidden_size}]; capture the states again"
-            )
-        lm_head = tensors["embedding" if spec.tied_head else "lm_head"]
-        return cls(spec, embedding_VD=tensors["embedding"], lm_head_VD=lm_head)
-
 
 class _Exit(Exception):
     """Ends a pass after a layer: the one way out of a forward method that every family has."""
@@ -104,7 +71,11 @@ class _Exit(Exception):
 class FrozenTarget:
     """A causal LM of `transformers`, frozen: hidden states, logits, embeddings, cached decoding with rollback."""
 
-    def __init__(self, model: Any, *, tokenizer: Any, spec: TargetSpec) -> None:
+    def __init__(
+        self, model: Any, *, tokenizer: Any, spec: TargetSpec, stored: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`stored`: of a model whose layers are not in memory, its tensors where they lie."""
+        self._stored = stored
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.spec = spec
@@ -125,6 +96,11 @@ class FrozenTarget:
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._hook(index))
             layer.register_forward_pre_hook(self._mask_hook(index), with_kwargs=True)
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether it can make states and decode: not as an outline, nor with its head alone."""
+        return self._stored is None and self.device.type != "meta"
 
     @property
     def device(self) -> torch.device:
@@ -165,13 +141,19 @@ class FrozenTarget:
         cls, weights: str, *, dtype: str, mask_token: str | int | None = None, **given: str | None
     ) -> "FrozenTarget":
         """A target without weights, which need not be there, on the meta device: sizes, modules and tokenizer. `given`:
-        `sha256` and `name` as for `load`. Raises what `load` raises."""
+        `sha256` and `name` as for `load`, `weights_hash` where it is known. Raises what `load` raises."""
+        kept_as = dtype_of(dtype)
         folder = resolve_outline(weights, sha256=given.get("sha256"))
         tokenizer = load_tokenizer(str(folder))
-        model = outline(folder).to(dtype_of(dtype))
+        model = outline(folder, kept_as)
         mask = mask_id(mask_token, tokenizer, model.config.get_text_config().vocab_size)
-        spec = read_spec(model, mask_token_id=mask, is_outline=True)
-        return cls(model, tokenizer=tokenizer, spec=replace(spec, name=given.get("name") or weights))
+        spec = replace(
+            read_spec(model, mask_token_id=mask, is_outline=True),
+            template_hash=_template_hash(tokenizer),
+            weights_hash=given.get("weights_hash") or "",
+            name=given.get("name") or weights,
+        )
+        return cls(model, tokenizer=tokenizer, spec=spec)
 
     @classmethod
     def from_model(
@@ -182,10 +164,9 @@ class FrozenTarget:
         Raises ConfigError for a model that is no causal LM, or that the wrapper does not reproduce.
         """
         spec = read_spec(model.eval(), mask_token_id=mask_token_id)
-        template = getattr(tokenizer, "chat_template", None) or ""
         spec = replace(
             spec,
-            template_hash=hashlib.sha256(str(template).encode()).hexdigest(),
+            template_hash=_template_hash(tokenizer),
             weights_hash=weights_hash or _hash_parameters(model),
             name=name,
         )
@@ -197,9 +178,15 @@ class FrozenTarget:
         """Embeddings [..., D] as they enter the first layer."""
         return self.head.embed(tokens)
 
-    def tensors(self) -> WholeTensors:
+    def tensors(self) -> Mapping[str, Tensor]:
         """The model's tensors by name, complete wherever they lie."""
-        return WholeTensors(self.model)
+        return WholeTensors(self.model) if self._stored is None else self._stored
+
+    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+        """The tensors of decoder layer `index`, by their names in it."""
+        layer, tensors = self.decoder.layers[index], self.tensors()
+        (prefix,) = (name for name, module in self.model.named_modules() if module is layer)
+        return {name: tensors[f"{prefix}.{name}"] for name in layer.state_dict()}
 
     @torch.inference_mode()
     def states(self, tokens_BT: Tensor, *, needs: Needs, lengths_B: Tensor | None = None) -> States:
@@ -327,6 +314,7 @@ class FrozenTarget:
             self._wanted, self._captured = (), {}
 
     def _forward(self, needs: Needs, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        assert self.has_layers, "a target without its layers makes no states"
         with self.capture(needs.layer_ids) as captured:
             last: Tensor = self.decoder(**inputs).last_hidden_state.to(self.device)
         aux = [captured[layer] for layer in needs.layer_ids]
@@ -384,6 +372,11 @@ def mask_id(mask_token: str | int | None, tokenizer: Any, vocab_size: int) -> in
             f"target.mask_token: '{mask_token}' is not in the vocabulary; name an unused special token, or an id"
         )
     return int(found)
+
+
+def _template_hash(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return hashlib.sha256(str(template).encode()).hexdigest()
 
 
 def _hash_parameters(model: nn.Module) -> str:

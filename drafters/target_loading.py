@@ -76,13 +76,16 @@ def _check_map(device_map: Any) -> None:
             raise ConfigError(f"target.device_map.{module}: got {device!r}; accepted: {accepted}")
 
 
-def outline(folder: Path) -> Any:
-    """The causal LM of the config in `folder` without memory for its weights, which need not be there. Raises
+def outline(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The causal LM of the configs in `folder` without memory for its weights, which need not be there. Raises
     CheckpointError when transformers makes none of it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     with reading(f"{folder / 'config.json'} makes no causal LM"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    if (folder / "generation_config.json").is_file():  # it may know more ends of an answer
+        with reading(f"cannot read {folder / 'generation_config.json'}"):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval().requires_grad_(False)
 
 

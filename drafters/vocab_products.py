@@ -1,7 +1,7 @@
 # The matrix products between hidden states and vocabulary rows, and their gradients, for one chunk of rows.
-# In bfloat16 a logit near 20 is rounded by up to 0.06. So where the vocabulary rows are copied, the draft's bias and the
-# target's log-sum-exp ride along as extra columns of the same product: it is rounded once, and the logits that matter lie
-# near zero. A `Workspace` keeps what is the same in every step.
+# In bfloat16 a logit near 20 is rounded by up to 0.06. So where the vocabulary rows are copied, the draft's bias and
+# the target's log-sum-exp ride along as extra columns of the same product: it is rounded once, and the logits that
+# matter lie near zero. A `Workspace` keeps what is the same in every step.
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -86,7 +86,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
             r"callbacks: monitor: got 'probe/accepted_length', but probe_every_n_steps is null",
         ),
         (["report.num_prompts=abc"], ConfigError, r"report\.num_prompts: got 'abc'.*Integer"),
-        (["report.num_prompts=0"], ConfigError, r"report: num_prompts: got 0; accepted: 1 or more"),
+        (["report.num_prompts=-1"], ConfigError, r"report: num_prompts: got -1; accepted: 1 or more, or 0 for no"),
         (["resume=maybe"], ConfigError, r"^resume: got 'maybe'"),
         (["device=tpu9"], ConfigError, r"device: got 'tpu9'.*accepted: null, cpu, cuda"),
         (["target.layer_ids=[0,4]"], ConfigError, r"layer_ids: layer 4 is out of range; the target has layers 0\.\.3"),

@@ -1,6 +1,6 @@
-# Attention of blocks to shared context and to themselves, under one softmax. It is computed a few heads at a time, forward
-# and backward, so that float scores stay in the cache, and only the weights are kept, in the dtype of products; plain
-# autograd makes ten passes over all scores, and keeps four copies of them.
+# Attention of blocks to shared context and to themselves, under one softmax. It is computed a few heads at a time,
+# forward and backward, so that float scores stay in the cache, and only the weights are kept, in the dtype of products;
+# plain autograd makes ten passes over all scores, and keeps four copies of them.
 
 from typing import Any
 

@@ -22,7 +22,6 @@ from drafters.heads.layers import DraftLayer, RMSNorm, compute_dtype
 from drafters.heads.mtp_block import BlockKind, OwnBlock, TargetBlock, plain_config
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec
-from drafters.target_loading import WholeTensors
 from drafters.types import Batch, Losses, Needs
 from drafters.vocab import DraftVocab
 
@@ -228,7 +227,7 @@ class MtpDrafter(Drafter):
             at = slice(hidden, None) if depth.embedding_first else slice(0, hidden)
             depth.input_proj.weight[:, at] = torch.eye(hidden)
             if isinstance(self.kind, TargetBlock):
-                depth.block.load_state_dict(dict(WholeTensors(target.decoder.layers[self.kind.index])))
+                depth.block.load_state_dict(target.layer_tensors(self.kind.index))
             elif reason is None:
                 copy_layer(cast(DraftLayer, depth.block), tensors, prefix)
             if reason is None:

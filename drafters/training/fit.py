@@ -69,12 +69,12 @@ def fit(
     module: DistillModule,
     states: HiddenCache | OnlineStates,
     *,
-    probe: Probe,
+    probe: Probe | None,
     trainer: Callable[..., Trainer],
 ) -> None:
     """Lightning trains; its callbacks write `checkpoints/` and `drafter/`. `trainer` builds a Trainer from what a run
-    adds to its settings. Raises KeyboardInterrupt after a signal, once everything is saved; a WARNING goes on to the
-    launcher first."""
+    adds to its settings; without a `probe` nothing is decoded meanwhile. Raises KeyboardInterrupt after a signal, once
+    everything is saved; a WARNING goes on to the launcher first."""
     splits = {name: states.split(name) for name in ("train", "validation")}
     batches = BatchConfig(batch_size=plan.data.batch_size, seed=plan.data.seed)
     data = StatesDataModule(states, **splits, needs=module.drafter.needs, config=batches)
@@ -83,7 +83,7 @@ def fit(
         optim=plan.optim,
         config=plan.callbacks,
         console=screen(),
-        probe=(probe, plan.report.sampling),
+        probe=None if probe is None else (probe, plan.report.sampling),
         provenance={
             "run": plan.name,
             "data_hash": states.data_hash,

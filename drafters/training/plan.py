@@ -43,13 +43,13 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What the report is measured on."""
+    """What the report is measured on; 0: there is none."""
 
     num_prompts: int
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ValueError(f"num_prompts: got {self.num_prompts}; accepted: 1 or more")
+        if self.num_prompts < 0:
+            raise ValueError(f"num_prompts: got {self.num_prompts}; accepted: 1 or more, or 0 for no measurement")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,11 @@ class Plan:
     warm_start: str | None
     logger: Any
     profiler: "ProfilerConfig | None" = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the target generates text, while the run trains or at its end."""
+        return self.num_prompts > 0 or self.callbacks.probe_every_n_steps is not None
 
 
 def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
