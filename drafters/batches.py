@@ -147,10 +147,12 @@ class StatesLoader:
         return collate(samples, layer_ids=self.needs.layer_ids, seeds=seeds)
 
     def _epoch(self, epoch: int) -> Epoch:
-        if self._latest[0] != epoch:
+        # A thread that reads ahead and was closed may be at the end of another epoch.
+        latest = self._latest
+        if latest[0] != epoch:
             seed = batch_seed("order", self.config.seed, epoch) if self.finished else None
-            self._latest = (epoch, self.plan.epoch(seed))
-        return self._latest[1]
+            latest = self._latest = (epoch, self.plan.epoch(seed))
+        return latest[1]
 
     def _plan(self) -> StepPlan:
         if self.config.max_tokens is None:
