@@ -20,6 +20,8 @@ class OneInFlight:
         self._task: Future[Any] | None = None
 
     def __enter__(self) -> "OneInFlight":
+        # An interrupt while a thread is being started would leave one that `shutdown` does not know.
+        self._pool.submit(int).result()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:

@@ -127,7 +127,7 @@ def parts_of(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """The rows of a step, by the tokens of each, dealt out to ranks: as many rows each, or one more, with sums of
     tokens that differ by no more than the longest. Rows of a part keep their order."""
     parts: list[list[int]] = [[] for _ in range(num_ranks)]
-    # From the longest down to the shortest, to and fro over the ranks.
+    # From the longest down to the shortest, back and forth over the ranks.
     for place, row in enumerate(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))):
         turn, rank = divmod(place, num_ranks)
         parts[rank if turn % 2 == 0 else num_ranks - 1 - rank].append(row)
