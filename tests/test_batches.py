@@ -23,9 +23,9 @@ def cache(tmp_path_factory):
     return captured(tiny_target(), tmp_path_factory.mktemp("cache") / "made")
 
 
-def loader(cache, *, size=3, rank=(0, 1), finished=lambda: 0, seed=0, indices=None, max_tokens=None):
+def loader(cache, *, size=3, rank=(0, 1), finished=lambda: 0, indices=None, **config):
     indices = range(len(cache)) if indices is None else indices
-    config = BatchConfig(batch_size=size, seed=seed, max_tokens=max_tokens)
+    config = BatchConfig(batch_size=size, **config)
     return StatesLoader(cache, indices, config, needs=NEEDS, rank=rank, finished=finished)
 
 
