@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,8 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in vars(self).items()})
+        changed: dict[str, Any] = {k: change(v) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return Batch(**changed)
 
 
 @dataclass(frozen=True, kw_only=True)
