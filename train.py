@@ -165,7 +165,7 @@ def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
 def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
     """Raises ConfigError for the first setting that is unknown or wrong."""
     from data.sources import DataConfig
-    from drafters.batches import check_batch_size
+    from drafters.batch_plan import check_batch_size
     from drafters.config import to_plain
     from drafters.distributed import Ranks
     from drafters.training import plan
@@ -180,7 +180,8 @@ def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
     num_processes(to_plain(cfg.trainer), ranks)
     plan.how_computed(to_plain(cfg.trainer))
     made = plan.read_plan(to_plain(cfg), data=DataConfig, logger=build_logger(cfg))
-    check_batch_size(made.data.batch_size, ranks.size)
+    if made.data.max_tokens is None:
+        check_batch_size(made.data.batch_size, ranks.size)
     check_strategy(to_plain(cfg.trainer), None, averages=made.optim.ema_decay is not None, size=ranks.size)
     return made
 

@@ -1,10 +1,10 @@
-# From a cache to training batches. A batch is a pure function of (seed, epoch, step): the epoch's order is a
-# permutation drawn from both, cut into even steps, each shared out over the ranks. The position is the number of
-# batches that the trainer has finished, which Lightning counts and saves; nothing else is needed to resume exactly.
+# From a cache to training batches. A batch is a pure function of (seed, epoch, step): batch_plan.py draws which
+# conversations make which step, and each step is shared out over the ranks. The position is the number of batches that
+# the trainer has finished, which Lightning counts and saves; nothing else is needed to resume exactly.
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from drafters.batch_plan import Epoch, EvenSteps, LengthBuckets, StepPlan, batch_seed, check_batch_size, parts_of
 from drafters.cache import CachedSample
-from drafters.errors import CheckpointError, ConfigError, DataError
+from drafters.errors import CheckpointError, DataError
+from drafters.prefetch import AUTO, CudaTransfer, Prefetch, check_prefetch, prefetch_depth
 from drafters.types import Batch, Needs
 
 __all__ = [
@@ -22,8 +24,6 @@ __all__ = [
     "StateSource",
     "StatesDataModule",
     "StatesLoader",
-    "batch_seed",
-    "check_batch_size",
     "collate",
 ]
 
@@ -31,14 +31,21 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """`batch_size` counts the conversations of one forward and backward pass over all ranks together, so that the
-    number of ranks changes neither the steps nor what is in them."""
+    number of ranks changes neither the steps nor what is in them. With `max_tokens` a pass holds conversations of
+    similar length instead, as many as their rows x longest stay within it. `prefetch` is the number of batches made
+    ahead, or "auto"; it does not change them."""
 
     batch_size: int = 2
     seed: int = 0
+    max_tokens: int | None = None
+    prefetch: int | str = AUTO
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size: got {self.batch_size}; accepted: 1 or more")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens: got {self.max_tokens}; accepted: 1 or more, or null for data.batch_size")
+        check_prefetch(self.prefetch)
 
 
 class StateSource(Protocol):
@@ -72,18 +79,12 @@ def collate(samples: Sequence[CachedSample], *, layer_ids: tuple[int, ...], seed
     )
 
 
-def batch_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all parts, the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
+class Ahead(Protocol):
+    """`map`, or what runs before it is asked."""
 
-
-def check_batch_size(batch_size: int, num_ranks: int) -> None:
-    """Raises ConfigError where a step has fewer conversations than ranks."""
-    if batch_size < num_ranks:
-        raise ConfigError(
-            f"data.batch_size: got {batch_size} for {num_ranks} ranks; it counts the conversations of a step over all "
-            f"ranks: accepted is {num_ranks} or more"
-        )
+    def __call__(
+        self, make: Callable[[tuple[int, int]], Batch], steps: Iterable[tuple[int, int]], /
+    ) -> Iterable[Batch]: ...
 
 
 class StatesLoader:
@@ -110,22 +111,21 @@ class StatesLoader:
                 f"data: {len(indices)} conversations for {self.num_ranks} ranks; each rank needs one of every split: "
                 "use more data, a larger validation share, or fewer devices"
             )
-        check_batch_size(config.batch_size, self.num_ranks)
         # Steps of validation need not be mixed: equal lengths waste no padding.
         lengths = source.lengths
-        self._last_order: tuple[int, list[int]] = (-1, [])
         self.indices = list(indices) if finished else sorted(indices, key=lambda i: (lengths[i], i))
+        self.plan = self._plan()
+        self._latest: tuple[int, Epoch] = (-1, Epoch(order=(), cuts=(0,)))
+        # How the batches of steps are made: when they are asked for, or before, as a target that makes their states
+        # by itself may do.
+        self.ahead: Ahead = getattr(source, "ahead", map)
 
     def __len__(self) -> int:
-        return max(1, len(self.indices) // self.config.batch_size)
+        return self.plan.num_steps
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = divmod(self.finished(), len(self)) if self.finished else (0, 0)
-        # Read when asked: a mapped read takes a hundredth of a step, and a thread that runs torch operators brings a
-        # second OpenMP pool that takes cores from the first (measured: a third of the training speed on two cores).
-        # A target that makes its states itself may begin a batch before it is asked for.
-        ahead = getattr(self.source, "ahead", map)
-        batches = iter(ahead(lambda at: self.batch(*at), ((epoch, step) for step in range(first, len(self)))))
+        batches = iter(self.ahead(lambda at: self.batch(*at), ((epoch, step) for step in range(first, len(self)))))
         while True:
             begin = time.perf_counter()
             batch = next(batches, None)
@@ -135,28 +135,32 @@ class StatesLoader:
             yield batch
 
     def batch(self, epoch: int, step: int) -> Batch:
-        """This rank's part of a step. The steps of an epoch hold every sample once; they are even, `batch_size`
-        samples or a few more, and so are the parts, so that no rank is ever left without a batch."""
-        order = self._order(epoch)
-        start, stop = share(len(order), step, len(self))
-        first, last = share(stop - start, self.rank, self.num_ranks)
-        places = range(start + first, start + last)
-        samples = self.source.read([self.indices[order[i]] for i in places], self.needs)
+        """This rank's part of a step. The steps of an epoch hold every sample once, and each has a part for every
+        rank, so that none is ever left without a batch."""
+        drawn = self._epoch(epoch)
+        start, stop = drawn.cuts[step : step + 2]
+        rows = [self.indices[i] for i in drawn.order[start:stop]]
+        part = parts_of([self.source.lengths[i] for i in rows], self.num_ranks)[self.rank]
+        samples = self.source.read([rows[row] for row in part], self.needs)
         kind = "train" if self.finished else "validation"
-        seeds = [batch_seed(kind, self.config.seed, epoch, i) for i in places]
+        seeds = [batch_seed(kind, self.config.seed, epoch, start + row) for row in part]
         return collate(samples, layer_ids=self.needs.layer_ids, seeds=seeds)
 
-    def _order(self, epoch: int) -> list[int]:
-        if self._last_order[0] != epoch:
-            self._last_order = (epoch, self._draw_order(epoch))
-        return self._last_order[1]
+    def _epoch(self, epoch: int) -> Epoch:
+        # A thread that reads ahead and was closed may be at the end of another epoch.
+        latest = self._latest
+        if latest[0] != epoch:
+            seed = batch_seed("order", self.config.seed, epoch) if self.finished else None
+            latest = self._latest = (epoch, self.plan.epoch(seed))
+        return latest[1]
 
-    def _draw_order(self, epoch: int) -> list[int]:
-        if not self.finished:
-            return list(range(len(self.indices)))
-        generator = torch.Generator().manual_seed(batch_seed("order", self.config.seed, epoch))
-        order: list[int] = torch.randperm(len(self.indices), generator=generator).tolist()
-        return order
+    def _plan(self) -> StepPlan:
+        if self.config.max_tokens is None:
+            check_batch_size(self.config.batch_size, self.num_ranks)
+            return EvenSteps(len(self.indices), self.config.batch_size)
+        buckets = LengthBuckets([self.source.lengths[i] for i in self.indices], self.config.max_tokens)
+        buckets.check(self.num_ranks)
+        return buckets
 
     def state_dict(self) -> dict[str, Any]:
         """Tells Lightning that this loader can resume; the position itself is the trainer's own count."""
@@ -170,11 +174,6 @@ class Position(Protocol):
     """The number of training batches finished so far, over all epochs."""
 
     def __call__(self) -> int: ...
-
-
-def share(total: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Begin and end of one of `num_parts` even, contiguous parts of `total` things."""
-    return part * total // num_parts, (part + 1) * total // num_parts
 
 
 class StatesDataModule(lightning.LightningDataModule):
@@ -213,18 +212,26 @@ class StatesDataModule(lightning.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What fixes the order of batches, to be compared on resume."""
-        samples = hashlib.sha256(repr(self.train).encode()).hexdigest()
-        return {"batch_size": self.config.batch_size, "seed": self.config.seed, "samples": samples}
+        config, samples = self.config, hashlib.sha256(repr(self.train).encode())
+        state = {"batch_size": config.batch_size, "seed": config.seed}
+        if config.max_tokens is not None:
+            samples.update(repr([self.source.lengths[i] for i in self.train]).encode())
+            state = {"max_tokens": config.max_tokens, "seed": config.seed}
+        return {**state, "samples": samples.hexdigest()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises CheckpointError when the order of batches would not be the one that training began with."""
         own = self.state_dict()
-        differs = [name for name in own if state_dict.get(name) != own[name]]
+        differs = [name for name in sorted({*own, *state_dict}) if state_dict.get(name) != own.get(name)]
         if differs:
-            pairs = ", ".join(f"data.{name} was {state_dict.get(name)}, is {own[name]}" for name in differs)
+            pairs = ", ".join(f"data.{name} was {state_dict.get(name)}, is {own.get(name)}" for name in differs)
             raise CheckpointError(f"resume: {pairs}; resume with the data it began with, or choose another name=")
 
     def _loader(self, indices: Sequence[int], *, finished: Position | None) -> StatesLoader:
         assert self.trainer is not None
         rank = (self.trainer.global_rank, self.trainer.world_size)
-        return StatesLoader(self.source, indices, self.config, needs=self.needs, rank=rank, finished=finished)
+        loader = StatesLoader(self.source, indices, self.config, needs=self.needs, rank=rank, finished=finished)
+        device = self.trainer.strategy.root_device
+        if loader.ahead is map and (depth := prefetch_depth(self.config.prefetch, device)):
+            loader.ahead = Prefetch(depth, CudaTransfer(device) if device.type == "cuda" else None)
+        return loader

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from drafters.background import OneInFlight
 from drafters.cache import HiddenCache
 from drafters.cache_config import CaptureConfig, Crew, Estimate, Watcher, cache_folder
 from drafters.cache_manifest import ALL, MANIFEST, SAMPLES, SPLITS, SUPERVISED, CacheKey, Manifest, Shard, json_bytes
@@ -251,20 +252,23 @@ class _Writing:
         self.watcher = crew.watcher or _Silent()
         self.total = self._num_tokens(missing)
         self.done: dict[int, Shard] = {}
+        self._begun: set[int] = set()  # shards that this rank has written, is writing, or has found
         self._own, self._others, self._told = 0, 0, 0
 
     def run(self) -> list[tuple[int, Shard]]:
         """Number and description of each shard of this rank, each recorded as soon as it is complete."""
         first = self._first()
-        for number in self.mine:
-            taken = self._look(number)
-            if taken is None or first is not None:
-                self._write(number, first)
-                first = None
-            else:
-                self.done[number] = taken
-                self._others -= self._num_tokens([number])
-                self._tell(self._num_tokens([number]))
+        with OneInFlight() as writer:
+            for number in self.mine:
+                taken = self._look(number)
+                self._begun.add(number)
+                if taken is None or first is not None:
+                    self._write(number, first, writer)
+                    first = None
+                else:
+                    self.done[number] = taken
+                    self._others -= self._num_tokens([number])
+                    self._tell(self._num_tokens([number]))
         return list(self.done.items())
 
     def end(self) -> None:
@@ -300,23 +304,28 @@ class _Writing:
         """See which shards others have finished, this one perhaps included: on disks without locks another capture may
         be at work here."""
         names = self.job.folder.names()
-        others = [one for one in self.missing if one not in self.done and record_name(one) in names]
+        others = [one for one in self.missing if one not in self._begun and record_name(one) in names]
         self._others = self._num_tokens(others)
         if number not in others:
             return None
         return read_record(self.job.folder, number, self.job.folder.sizes(), self.job.manifest)
 
-    def _write(self, number: int, first: dict[str, Tensor] | None) -> None:
+    def _write(self, number: int, first: dict[str, Tensor] | None, writer: OneInFlight) -> None:
+        """Make a shard's states, then hand them over to be written while those of the next one are made."""
         job, rows = self.job, []
         for members in job.plans[number].batches:
             rows.append(first if first is not None else job.rows(members))
             first = None
             self._tell(job.num_tokens(members))
+            writer.check()
         tensors = {name: torch.cat([part.pop(name) for part in rows]) for name in list(rows[0])}
         ends = torch.tensor([len(job.examples[i].tokens_T) for i in job.plans[number].samples]).cumsum(0)
         tensors["offsets"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        shard = write_shard(job.folder, shard_name(number), tensors)
-        write_record(job.folder, number, shard, job.manifest)
+        writer.start(partial(self._store, number, tensors))
+
+    def _store(self, number: int, tensors: dict[str, Tensor]) -> None:
+        shard = write_shard(self.job.folder, shard_name(number), tensors)
+        write_record(self.job.folder, number, shard, self.job.manifest)
         self.done[number] = shard
 
     def _tell(self, tokens: int) -> None:

@@ -13,6 +13,7 @@ from drafters.cache_config import CaptureConfig
 from drafters.cache_manifest import data_hash
 from drafters.cache_plan import plan_shards, split_places
 from drafters.errors import DataError
+from drafters.prefetch import settle
 from drafters.states import log_sum_exp, predicts
 from drafters.types import Batch, Example, Needs
 
@@ -98,16 +99,7 @@ class OnlineStates:
             with torch.cuda.stream(self._stream):
                 begun = make(step), self._stream.record_event()
             if waiting is not None:
-                yield self._settle(*waiting)
+                yield settle(*waiting, device=self.target.device)
             waiting = begun
         if waiting is not None:
-            yield self._settle(*waiting)
-
-    def _settle(self, batch: Batch, made: torch.cuda.Event) -> Batch:
-        """Have the stream that trains wait until a batch is made, and tell the allocator that both streams use it."""
-        current = torch.cuda.current_stream(self.target.device)
-        current.wait_event(made)
-        for tensor in vars(batch).values():
-            if isinstance(tensor, Tensor) and tensor.is_cuda:
-                tensor.record_stream(current)
-        return batch
+            yield settle(*waiting, device=self.target.device)

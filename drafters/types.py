@@ -1,8 +1,9 @@
 # The nouns that travel between rooms. Shape letters on tensor names: B batch, T time, L aux layers, D hidden,
 # V vocabulary, A anchors, G block size, N heads, H head dim, R rank, S drafted slots. Nothing here computes.
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,8 +110,15 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Batch(**{**vars(self), **moved})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The same batch in memory that the current GPU reads by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed: dict[str, Any] = {k: change(v) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return Batch(**changed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 # Batches: padding, sharing out over ranks, and a training that is stopped anywhere and goes on with the same batches.
 
+import threading
 from types import SimpleNamespace
 
 import lightning
@@ -7,7 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from drafters.batches import BatchConfig, StatesDataModule, StatesLoader, batch_seed, collate, share
+from drafters.batch_plan import batch_seed
+from drafters.batches import BatchConfig, StatesDataModule, StatesLoader, collate
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.types import Batch, Needs
 from tests.cache_cases import captured
@@ -21,11 +23,10 @@ def cache(tmp_path_factory):
     return captured(tiny_target(), tmp_path_factory.mktemp("cache") / "made")
 
 
-def loader(cache, *, size=3, rank=(0, 1), finished=lambda: 0, seed=0, indices=None):
+def loader(cache, *, size=3, rank=(0, 1), finished=lambda: 0, indices=None, **config):
     indices = range(len(cache)) if indices is None else indices
-    return StatesLoader(
-        cache, indices, BatchConfig(batch_size=size, seed=seed), needs=NEEDS, rank=rank, finished=finished
-    )
+    config = BatchConfig(batch_size=size, **config)
+    return StatesLoader(cache, indices, config, needs=NEEDS, rank=rank, finished=finished)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -72,25 +73,42 @@ def test_an_epoch_is_a_permutation_and_depends_on_seed_and_epoch(cache):
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_any_position_goes_on_with_the_same_batches(cache):
-    steps = len(loader(cache))
-    whole = [batch for epoch in range(3) for batch in loader(cache, finished=lambda epoch=epoch: epoch * steps)]
+@pytest.mark.parametrize("max_tokens", [None, 60])
+def test_any_position_goes_on_with_the_same_batches(cache, max_tokens):
+    steps = len(loader(cache, max_tokens=max_tokens))
+    whole = [
+        batch
+        for epoch in range(3)
+        for batch in loader(cache, finished=lambda epoch=epoch: epoch * steps, max_tokens=max_tokens)
+    ]
     for position in range(3 * steps):
-        rest = list(loader(cache, finished=lambda position=position: position))
+        rest = list(loader(cache, finished=lambda position=position: position, max_tokens=max_tokens))
         expected = whole[position : (position // steps + 1) * steps]
         assert len(rest) == len(expected)
         assert all(map(same, rest, expected))
 
 
+@pytest.mark.parametrize("max_tokens", [None, 200])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_share_each_step_of_one_rank(cache, num_ranks):
-    alone = list(loader(cache))
-    parts = [list(loader(cache, rank=(rank, num_ranks))) for rank in range(num_ranks)]
+def test_ranks_share_each_step_of_one_rank(cache, num_ranks, max_tokens):
+    alone = list(loader(cache, max_tokens=max_tokens))
+    parts = [list(loader(cache, rank=(rank, num_ranks), max_tokens=max_tokens)) for rank in range(num_ranks)]
+    assert {len(part) for part in parts} == {len(alone)}
     for step, batch in enumerate(alone):
         together = [part[step].sample_ids for part in parts]
         assert all(together)
-        assert sum(together, ()) == batch.sample_ids
-        assert sum((part[step].seeds for part in parts), ()) == batch.seeds
+        assert max(map(len, together)) - min(map(len, together)) <= 1
+        pairs = [pair for part in parts for pair in zip(part[step].sample_ids, part[step].seeds, strict=True)]
+        assert sorted(pairs) == sorted(zip(batch.sample_ids, batch.seeds, strict=True))
+
+
+def test_a_token_budget_bounds_each_step_of_training_and_of_validation(cache):
+    for finished in (lambda: 0, None):
+        batches = list(loader(cache, max_tokens=60, finished=finished))
+        assert sorted(i for batch in batches for i in batch.sample_ids) == list(range(14))
+        assert all(batch.tokens_BT.numel() <= 60 for batch in batches)
+        assert len({len(batch.sample_ids) for batch in batches}) > 2
+        assert len({seed for batch in batches for seed in batch.seeds}) == 14
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(14, 4), (7, 3), (5, 2), (2, 2), (3, 8)])
@@ -112,15 +130,6 @@ def test_validation_is_the_same_every_time(cache):
     assert all(map(same, validation, validation))
 
 
-def test_shares_are_even():
-    for total in range(1, 30):
-        for parts in range(1, total + 1):
-            ends = [share(total, part, parts) for part in range(parts)]
-            assert [a for a, _ in ends] == [0, *[b for _, b in ends[:-1]]]
-            assert ends[-1][1] == total
-            assert {b - a for a, b in ends} <= {total // parts, total // parts + 1}
-
-
 def test_seeds_depend_on_all_parts():
     seeds = [batch_seed(*parts) for parts in [(1, 2, 3), (1, 3, 2), (12, 3), (1, 23), ("train", 1), ("order", 1)]]
     assert len(set(seeds)) == 6
@@ -133,8 +142,12 @@ def test_too_little_for_the_ranks(cache):
         loader(cache, indices=[0], rank=(0, 2), finished=None)
     with pytest.raises(ConfigError, match=r"data.batch_size: got 3 for 4 ranks.*accepted is 4 or more"):
         loader(cache, rank=(0, 4))
+    with pytest.raises(ConfigError, match=r"data.max_tokens: got 30 for 2 ranks.*a step of 1 leaves one without"):
+        loader(cache, rank=(0, 2), max_tokens=30)
     with pytest.raises(ValueError, match="batch_size: got 0"):
         BatchConfig(batch_size=0)
+    with pytest.raises(ValueError, match="max_tokens: got 0; accepted: 1 or more, or null"):
+        BatchConfig(max_tokens=0)
 
 
 # Under the trainer
@@ -207,14 +220,17 @@ def fit(cache, *, steps=11, resume=None, learner=None, config=BatchConfig(batch_
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
         {},
         {"limit_train_batches": 3, "limit_val_batches": 1},
+        {"config": BatchConfig(prefetch=2)},
+        {"config": BatchConfig(max_tokens=60)},
     ],
-    ids=["validation every 3 steps", "validation every epoch", "short epochs"],
+    ids=["validation every 3 steps", "validation every epoch", "short epochs", "read ahead", "token budget"],
 )
 def test_a_resumed_training_sees_the_same_batches(cache, tmp_path, settings):
     saver = SaveEverywhere(tmp_path)
     whole = fit(cache, callbacks=[saver], **settings)
     assert len(whole.seen) == 11
-    assert sorted(i for batch in whole.seen[:5] for i in batch.sample_ids) == list(range(10))
+    seen = [i for batch in whole.seen for i in batch.sample_ids]
+    assert sorted(seen[:10]) == list(range(10))
     assert {where for _, _, where in saver.saved} == {"batch", "validation", "epoch"}
     for path, finished, where in saver.saved:
         again = fit(cache, resume=path, **settings)
@@ -247,12 +263,24 @@ def test_accumulated_steps_resume_too(cache, tmp_path):
         assert torch.equal(again.weight, whole.weight)
 
 
+def test_reading_ahead_gives_the_same_training_and_leaves_no_thread(cache):
+    before, whole = set(threading.enumerate()), fit(cache)
+    ahead = fit(cache, config=BatchConfig(batch_size=2, prefetch=2))
+    assert all(map(same, ahead.seen, whole.seen))
+    assert torch.equal(ahead.weight, whole.weight)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)
+    assert set(threading.enumerate()) <= before
+
+
 def test_another_order_of_batches_is_refused_on_resume(cache, tmp_path):
     saver = SaveEverywhere(tmp_path)
     fit(cache, steps=2, callbacks=[saver])
     path = saver.saved[0][0]
     with pytest.raises(CheckpointError, match=r"data.batch_size was 2, is 3; resume with the data it began with"):
         fit(cache, resume=path, config=BatchConfig(batch_size=3))
+    with pytest.raises(CheckpointError, match=r"data.batch_size was 2, is None, data.max_tokens was None, is 60"):
+        fit(cache, resume=path, config=BatchConfig(max_tokens=60))
     module = StatesDataModule(cache, train=range(9), validation=(), needs=NEEDS, config=BatchConfig())
     with pytest.raises(CheckpointError, match=r"data.samples was"):
         module.load_state_dict(torch.load(path)["StatesDataModule"])
@@ -262,7 +290,9 @@ def test_ranks_come_from_the_trainer(cache):
     module = StatesDataModule(cache, train=range(10), validation=range(10, 14), needs=NEEDS, config=BatchConfig())
     progress = SimpleNamespace(total=SimpleNamespace(processed=3))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
-    module.trainer = SimpleNamespace(global_rank=1, world_size=2, fit_loop=loop)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module.trainer = SimpleNamespace(global_rank=1, world_size=2, fit_loop=loop, strategy=strategy)
     assert module.train_dataloader().num_ranks == module.val_dataloader().num_ranks == 2
     alone = loader(cache, indices=range(10), size=2, finished=lambda: 3)
-    assert [b.sample_ids for b in module.train_dataloader()] == [b.sample_ids[1:] for b in alone]
+    shorter = [(min(b.sample_ids, key=lambda i: cache.lengths[i]),) for b in alone]
+    assert [b.sample_ids for b in module.train_dataloader()] == shorter

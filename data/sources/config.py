@@ -7,6 +7,7 @@ from typing import Any
 
 from data.sources.template import check_template
 from drafters.errors import ConfigError
+from drafters.prefetch import AUTO, check_prefetch
 
 __all__ = ["DataConfig", "SourceConfig"]
 
@@ -90,15 +91,18 @@ CACHE, ONLINE = "cache", "online"  # where states come from
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """How conversations become batches: at most `max_length` tokens each, `template_kwargs` for the chat template, a
-    share `validation` held out where rows have no split, `batch_size` conversations a step over all ranks. `states`:
-    the target's are read from a cache, or made in the step ("online") by a target on `target_device` (None: where the
-    drafter trains)."""
+    share `validation` held out where rows have no split. A step over all ranks has `batch_size` conversations, or, with
+    `max_tokens`, those of similar length that fill so many tokens, padding included. `states`: the target's are read
+    from a cache, or made in the step ("online") by a target on `target_device` (None: where the drafter trains).
+    `prefetch`: batches read ahead by a thread; "auto" is 2 on a GPU and 0 on a CPU."""
 
     max_length: int = 1024
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     validation: float = 0.05
     seed: int = 0
     batch_size: int = 2
+    max_tokens: int | None = None
+    prefetch: int | str = AUTO
     states: str = CACHE
     target_device: str | None = None
 
@@ -117,3 +121,11 @@ class DataConfig:
             raise ValueError(f"seed: got {self.seed}; accepted: 0 to 2**63 - 1")
         if self.batch_size < 1:
             raise ValueError(f"batch_size: got {self.batch_size}; accepted: 1 or more")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens: got {self.max_tokens}; accepted: 1 or more, or null for batch_size")
+        check_prefetch(self.prefetch)
+        if self.states == ONLINE and self.prefetch != AUTO:
+            raise ValueError(
+                f"prefetch: got {self.prefetch} with states={self.states}; accepted: {AUTO}, since the target itself "
+                "makes the next batch while the drafter learns"
+            )

@@ -76,7 +76,12 @@ def fit(
     adds to its settings; without a `probe` nothing is decoded meanwhile. Raises KeyboardInterrupt after a signal, once
     everything is saved; a WARNING goes on to the launcher first."""
     splits = {name: states.split(name) for name in ("train", "validation")}
-    batches = BatchConfig(batch_size=plan.data.batch_size, seed=plan.data.seed)
+    batches = BatchConfig(
+        batch_size=plan.data.batch_size,
+        seed=plan.data.seed,
+        max_tokens=plan.data.max_tokens,
+        prefetch=plan.data.prefetch,
+    )
     data = StatesDataModule(states, **splits, needs=module.drafter.needs, config=batches)
     callbacks = build_callbacks(
         run.folder,

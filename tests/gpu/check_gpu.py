@@ -289,11 +289,19 @@ def random_target(out: Path) -> list[str]:
     ]
 
 
+def check_prefetch(args: argparse.Namespace) -> Facts:
+    """Batches read ahead by a thread are those of plain reading, and arrive while the GPU is busy."""
+    from tests.gpu.prefetch import compare
+
+    return compare()
+
+
 CHECKS: dict[str, Callable[[argparse.Namespace], Facts]] = {
     "decoding": check_decoding,
     "attention": check_attention,
     "loss": check_loss,
     "step": check_step,
+    "prefetch": check_prefetch,
     "training": check_training,
 }
 
