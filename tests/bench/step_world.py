@@ -116,18 +116,7 @@ class SpeculatorsStep:
         from speculators.proposals.greedy import GreedyTokenProposalConfig
         from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-        data = states(setting)
-        layer = Qwen3Config(
-            vocab_size=setting.vocab,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=setting.num_layers,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            head_dim=64,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-        )
+        data, layer = states(setting), Qwen3Config(**qwen3_sizes(setting))
         layer._attn_implementation = "sdpa"
         proposal = GreedyTokenProposalConfig(speculative_tokens=setting.block_size)
         config = DSparkSpeculatorConfig(
@@ -171,6 +160,21 @@ class SpeculatorsStep:
         with torch.autocast("cpu", torch.bfloat16):
             _, loss, _ = self.model(**self.inputs)
         return loss, self.count
+
+
+def qwen3_sizes(setting: Setting) -> dict[str, Any]:
+    """SmolLM2's sizes for layers of Qwen3's shape."""
+    return {
+        "vocab_size": setting.vocab,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": setting.num_layers,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    }
 
 
 def serve(setting: Setting) -> None:
