@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drafters.loss_rows import chunk_rows, scratch_rows
 from drafters.vocab import DraftVocab
 from drafters.vocab_products import Chunk, VocabProducts, Workspace
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DistillInput", "DistillOutput", "LossWeights", "distill", "position_weights"]
 
-# Elements of one float scratch tensor: four of them stay in the last-level cache.
-SCRATCH_ELEMENTS = 2**19
 # Below this an acceptance or a mass counts as this much, so that logarithms and quotients stay finite.
 TINY = 1e-20
 TERMS = ("ce", "l1", "kl", "lk")
@@ -32,7 +31,8 @@ class LossWeights:
     """Weights of the terms; a term of weight 0 is not computed. `gamma` None means equal position weights.
 
     `first`: weights of these terms at the beginning, which move in a straight line to the ones above over the first
-    `first_share` of the training. `chunk` is the number of rows whose vocabulary-wide products are alive at once.
+    `first_share` of the training. `chunk` is the number of rows whose vocabulary-wide products are alive at once; None
+    leaves it to the device.
     """
 
     ce: float = 0.0
@@ -41,7 +41,7 @@ class LossWeights:
     lk: float = 0.0
     confidence: float = 1.0
     gamma: float | None = 4.0
-    chunk: int = 256
+    chunk: int | None = None
     first: dict[str, float] | None = None
     first_share: float = 0.5
 
@@ -60,8 +60,8 @@ class LossWeights:
             raise ValueError(f"first_share: got {self.first_share}; accepted: above 0, at most 1 (the whole training)")
         if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"gamma: got {self.gamma}; accepted: above 0, or null for equal weights")
-        if self.chunk < 1:
-            raise ValueError(f"chunk: got {self.chunk}; accepted: 1 or more")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}; accepted: 1 or more, or null (as the device likes)")
 
     def at(self, progress: float) -> "LossWeights":
         """The weights when `progress` (0 to 1) of the training is done, without a schedule."""
@@ -193,11 +193,13 @@ class _Pass:
         self.products.set_bias(inputs.bias_weight_VR)
         num_rows, num_vocab = self.num_rows, len(self.products.weight_VK)
         new = self.weights_N.new_empty
-        self.num_scratch = max(1, min(weights.chunk, num_rows, SCRATCH_ELEMENTS // num_vocab))
+        device = rows.device
+        self.chunk = max(1, min(num_rows, weights.chunk or chunk_rows(device, num_vocab)))
+        self.num_scratch = min(self.chunk, scratch_rows(device, num_vocab))
         names = ("logits", "p", "q", "work")
         like = self.weights_N
         self.scratch = [workspace.buffer(name, self.num_scratch, num_vocab, like=like) for name in names]
-        self.q_UV = workspace.buffer("shared q", min(weights.chunk, num_rows), num_vocab, like=like)
+        self.q_UV = workspace.buffer("shared q", self.chunk, num_vocab, like=like)
         self.terms = {name: new(()).zero_() for name in TERMS if getattr(weights, name) > 0}
         self.accept_N = new(num_rows) if self.wants.accept else None
         self.agree_N = torch.zeros_like(self.labels_N, dtype=torch.bool) if wants.metrics else None
@@ -206,8 +208,8 @@ class _Pass:
 
     def run(self) -> Tensor:
         """The loss; fills `terms`, `accept_N`, `agree_N` and `grads`."""
-        for first in range(0, self.num_rows, self.weights.chunk):
-            self._chunk(slice(first, min(first + self.weights.chunk, self.num_rows)))
+        for first in range(0, self.num_rows, self.chunk):
+            self._chunk(slice(first, min(first + self.chunk, self.num_rows)))
         total = self.weights_N.new_zeros(())
         for name, term in self.terms.items():
             total += getattr(self.weights, name) * term
@@ -256,9 +258,8 @@ class _Pass:
     def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
         """Argmax and log-sum-exp [U] over the target's whole vocabulary."""
         products = VocabProducts(self.head, support_V=None, dtype=states_UD.dtype, workspace=Workspace())
-        num_rows = max(1, SCRATCH_ELEMENTS // len(products.weight_VK))
         found = []
-        for states in states_UD.split(num_rows):
+        for states in states_UD.split(scratch_rows(states_UD.device, len(products.weight_VK))):
             logits = self.weights_N.new_empty(len(states), len(products.weight_VK))
             products.read(products.multiply(states), slice(None), logits)
             found.append((logits.argmax(-1), logits.logsumexp(-1)))
