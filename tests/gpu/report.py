@@ -24,6 +24,10 @@ class Context:
         """One line of the table; `facts` are for the JSON file."""
         self._write({"stage": self.stage, "what": what, "figure": figure, "ok": True, "facts": facts})
 
+    def skipped(self, what: str, why: str) -> None:
+        """One line that says what was left out: neither right nor wrong."""
+        self._write({"stage": self.stage, "what": what, "figure": why, "ok": None, "facts": {}})
+
     def failed(self, what: str, figure: str) -> None:
         """One line that says what went wrong."""
         self._write({"stage": self.stage, "what": what, "figure": figure, "ok": False, "facts": {}})

@@ -22,35 +22,61 @@ from tests.gpu.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = 20.0  # seconds that a stage is worth starting with
+GRACE = 5.0  # seconds that a stage has to end what it started
+MARKS = {True: "ok", False: "FAILED", None: "skipped"}
+# Where there is no network, the default target's wheel is soon given up.
+ENVIRONMENT = {"PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "10", "PYTHONPATH": str(ROOT)}
 Rows = list[dict[str, Any]]
 
 
 def run_stage(name: str, args: argparse.Namespace, folder: Path, seconds: float) -> Rows:
     """Its rows, with one that says how it ended where it did not end well."""
-    rows = folder / f"{name.replace(' ', '-')}.jsonl"
     place = folder / name.replace(" ", "-")
     place.mkdir()
-    command = [sys.executable, "-m", "tests.gpu.stages", name, "--device", args.device]
-    command += ["--folder", str(place), "--rows", str(rows), *(["--tiny"] if args.tiny else [])]
+    rows = place.with_suffix(".jsonl")
+    context = Context(stage=name, device=torch.device(args.device), tiny=args.tiny, folder=place, rows=rows)
     started = time.monotonic()
     # A session of its own, so that what it started ends with it.
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=sys.stderr) as process:
-        try:
-            status: int | None = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None or status is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    context = Context(stage=name, device=torch.device(args.device), tiny=args.tiny, folder=place, rows=rows)
+    process = subprocess.Popen(
+        command_of(context), cwd=ROOT, env=os.environ | ENVIRONMENT, start_new_session=True, stdout=sys.stderr
+    )
+    try:
+        status: int | None = process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        end(process)
     if status is None:
         context.failed("time", f"stopped after {seconds:.0f} s; what it had is above")
-    elif status != 0 and all(row["ok"] for row in read_rows(rows)):
+    elif status != 0 and all_fine(read_rows(rows)):
         context.failed("exit", f"ended with status {status}; see the log above")
     found = read_rows(rows)
     took = time.monotonic() - started
-    sys.stderr.write(f"== {name}: {'ok' if all(row['ok'] for row in found) else 'FAILED'} in {took:.0f} s\n")
+    sys.stderr.write(f"== {name}: {MARKS[all_fine(found)]} in {took:.0f} s\n")
     return found
+
+
+def command_of(context: Context) -> list[str]:
+    """What runs a stage in a process of its own."""
+    command = [sys.executable, "-m", "tests.gpu.stages", context.stage, "--device", context.device.type]
+    return [*command, "--folder", str(context.folder), "--rows", str(context.rows), *["--tiny"] * context.tiny]
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a stage that still runs, with what it started: torchrun ends its workers when it is asked to end."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(timeout=GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def all_fine(rows: Rows) -> bool:
+    """Whether nothing failed."""
+    return all(row["ok"] is not False for row in rows)
 
 
 def run_all(args: argparse.Namespace, folder: Path) -> tuple[Rows, list[str]]:
@@ -71,12 +97,11 @@ def table_of(rows: Rows, skipped: list[str]) -> Table:
     table = Table("stage", "what", "figure", "", box=None, padding=(0, 2, 0, 0))
     shown = ""
     for row in rows:
-        table.add_row(
-            "" if row["stage"] == shown else row["stage"], row["what"], row["figure"], "ok" if row["ok"] else "FAILED"
-        )
+        stage = "" if row["stage"] == shown else row["stage"]
+        table.add_row(stage, row["what"], row["figure"], MARKS[row["ok"]])
         shown = row["stage"]
     for name in skipped:
-        table.add_row(name, "", "skipped: no time left", "")
+        table.add_row(name, "", "no time left", MARKS[None])
     return table
 
 
@@ -99,7 +124,7 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as temporary:
         rows, skipped = run_all(args, Path(temporary))
-    summary = {**facts, "ok": all(row["ok"] for row in rows), "skipped": skipped, "rows": rows}
+    summary = {**facts, "ok": all_fine(rows), "skipped": skipped, "rows": rows}
     if out := os.environ.get("OUT"):
         (Path(out) / "summary.json").write_text(json.dumps(summary, indent=1, default=str) + "\n")
     console = Console(width=max(160, Console().width), highlight=False, markup=False)

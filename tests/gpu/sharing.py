@@ -38,7 +38,7 @@ def run_strategies(context: Context) -> None:
     count = torch.cuda.device_count() if context.device.type == "cuda" else 1
     for kind in KINDS:
         if kind.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-            context.row(kind, "skipped: deepspeed is not installed")
+            context.skipped(kind, "deepspeed is not installed")
             continue
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         folder = context.folder / kind.replace(" ", "-")

@@ -1,10 +1,12 @@
-# What a round of decoding costs, for a drafter in floats and packed, and how fast states are captured beside the target's
-# own forward pass. The default target where its weights can be had, else a random one of its size.
+# What a round of decoding costs, for a drafter in floats and packed, and how fast states are captured beside the
+# target's own forward pass; on a random target of the default one's size.
 
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from subprocess import run
+from sys import executable
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +21,7 @@ from tests.gpu.report import Context
 from tests.packed_doubles import written
 from tests.tiny import tiny_llama
 
-__all__ = ["capture_speed", "decode_latency"]
+__all__ = ["capture_speed", "decode_latency", "packed_products"]
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -70,6 +72,17 @@ def _rounds(context: Context, target: FrozenTarget, drafter: Drafter | None, wha
     found = {part: 1e3 * median(getattr(cost, part) for cost in timings.rounds) for part in parts}
     text = ", ".join(f"{part.removesuffix('_s')} {ms:.2f} ms" for part, ms in found.items())
     context.row(what, f"{text} a round", rounds=timings.steps, **{f"{part[:-1]}ms": ms for part, ms in found.items()})
+
+
+def packed_products(context: Context) -> None:
+    """What tests/gpu/packed.py prints of the largest product; all must be right."""
+    done = run([executable, "-m", "tests.gpu.packed"], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if "head" in line:
+            what, figure = line.split(":", 1)
+            context.row(" ".join(what.split()), figure.strip())
+    if done.returncode != 0:
+        context.failed("all products", (done.stderr or done.stdout).strip().rpartition("\n")[2][:200])
 
 
 def capture_speed(context: Context) -> None:

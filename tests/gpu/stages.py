@@ -59,6 +59,12 @@ def _decode(context: Context) -> None:
     decode_latency(context)
 
 
+def _packed(context: Context) -> None:
+    from tests.gpu.speed import packed_products
+
+    packed_products(context)
+
+
 def _capture(context: Context) -> None:
     from tests.gpu.speed import capture_speed
 
@@ -97,6 +103,7 @@ def _stages() -> dict[str, Stage]:
         "strategies": Stage(run=_sharing, limit=120),
         "decode": Stage(run=_decode, limit=90),
         "capture": Stage(run=_capture, limit=60),
+        "packed products": Stage(run=_packed, limit=40, gpu_only="tests/test_packed_products.py has them"),
         **{name: checks[name] for name in last},
     }
 
@@ -118,7 +125,7 @@ def main() -> None:
     )
     stage = STAGES[args.name]
     if args.device == "cpu" and stage.gpu_only:
-        context.row("", f"skipped: {stage.gpu_only}")
+        context.skipped("", stage.gpu_only)
         return
     try:
         stage.run(context)

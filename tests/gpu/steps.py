@@ -126,7 +126,7 @@ def measure_steps(context: Context, name: str) -> None:
         if context.device.type == "cuda":
             bench.show(Variant(reduced=reduced, compile=True))
         else:
-            context.row(str(Variant(reduced=reduced, compile=True)), "skipped: on a CPU the compiler takes a minute")
+            context.skipped(str(Variant(reduced=reduced, compile=True)), "on a CPU the compiler takes a minute")
 
 
 def compare(bench: Bench, ours: dict[str, float] | None, *, reduced: bool) -> None:
@@ -180,7 +180,7 @@ def profile_step(context: Context, name: str) -> None:
 def waits(context: Context, step: Step) -> None:
     """Lines of a step at which the host waits for the GPU, as torch tells; most are waited for twice or more."""
     if context.device.type != "cuda":
-        context.row("host waits", "skipped: nothing to wait for on a CPU")
+        context.skipped("host waits", "nothing to wait for on a CPU")
         return
     torch.cuda.set_sync_debug_mode("warn")
     try:
