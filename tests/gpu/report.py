@@ -1,6 +1,7 @@
 # What a stage found: rows of a table, written as they come, so that a stage that is stopped keeps those it had.
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,19 @@ class Context:
 
     def _write(self, row: dict[str, Any]) -> None:
         with self.rows.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+            # After a row that a stopped stage was cut off in.
+            stream.write("\n" * (not _is_whole(self.rows)) + json.dumps(row) + "\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a file; none where nothing was written. A row that was cut off is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _is_whole(path: Path) -> bool:
+    text = path.read_text() if path.exists() else ""
+    return not text or text.endswith("\n")

@@ -22,6 +22,7 @@ from tests.gpu.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = 20.0  # seconds that a stage is worth starting with
+STDERR = 2  # stages print there: the table alone is the output
 GRACE = 5.0  # seconds that a stage has to end what it started
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 # Where there is no network, the default target's wheel is soon given up.
@@ -38,7 +39,7 @@ def run_stage(name: str, args: argparse.Namespace, folder: Path, seconds: float)
     started = time.monotonic()
     # A session of its own, so that what it started ends with it.
     process = subprocess.Popen(
-        command_of(context), cwd=ROOT, env=os.environ | ENVIRONMENT, start_new_session=True, stdout=sys.stderr
+        command_of(context), cwd=ROOT, env=os.environ | ENVIRONMENT, start_new_session=True, stdout=STDERR
     )
     try:
         status: int | None = process.wait(timeout=seconds)
