@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.loss_rows import chunk_rows, scratch_rows
+from drafters.loss_chunks import chunk_rows, scratch_rows
 from drafters.vocab import DraftVocab
 from drafters.vocab_products import Chunk, VocabProducts, Workspace
 

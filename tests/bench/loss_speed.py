@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drafters.loss_rows import CPU_CHUNK
+from drafters.loss_chunks import CPU_CHUNK
 from drafters.losses import DistillInput, LossWeights, distill
 from drafters.target import TargetHead
 from drafters.vocab import DraftVocab

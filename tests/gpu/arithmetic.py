@@ -8,7 +8,7 @@ import torch
 
 from drafters.heads.anchors import Anchors, sample_anchors
 from drafters.heads.block import BlockDrafter
-from drafters.loss_rows import chunk_rows
+from drafters.loss_chunks import chunk_rows
 from drafters.types import Batch
 from drafters.vocab_products import OFFSET_COLUMNS
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafters import loss_rows, losses
-from drafters.loss_rows import chunk_rows, scratch_rows
+from drafters import loss_chunks, losses
+from drafters.loss_chunks import chunk_rows, scratch_rows
 from drafters.losses import DistillInput, LossWeights, distill
 from drafters.target import TargetHead
 from drafters.vocab import DraftVocab
@@ -63,8 +63,8 @@ def test_rows_of_a_gpu_give_the_numbers_of_the_cpu(monkeypatch, h200, reduced, d
 
         monkeypatch.setattr(losses, name, rows)
 
-    monkeypatch.setattr(loss_rows, "CPU_ELEMENTS", 3 * VOCAB)
-    monkeypatch.setattr(loss_rows, "CPU_CHUNK", 16)
+    monkeypatch.setattr(loss_chunks, "CPU_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr(loss_chunks, "CPU_CHUNK", 16)
     found = []
     for device in (CPU, CUDA):
         recorded("chunk_rows", chunk_rows, device)
@@ -90,7 +90,7 @@ def test_rows_on_a_gpu_are_many_and_bounded(monkeypatch, h200):
     assert chunk_rows(CUDA, 10) == 8192
     for num_vocab in (32000, 151936, 262144):
         assert scratch_rows(CUDA, num_vocab) * num_vocab * 4 <= 2**28
-        assert chunk_rows(CUDA, num_vocab) * num_vocab * loss_rows.BYTES <= 2 * 2**30
+        assert chunk_rows(CUDA, num_vocab) * num_vocab * loss_chunks.BYTES <= 2 * 2**30
     # A card of 24 GB spares less, and never less than keeps a product busy.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * 2**30))
     assert chunk_rows(CUDA, 151936) == 1280
