@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafters.loss_chunks import scratch_rows
 from drafters.vocab_products import Chunk, VocabProducts, Workspace
 
-__all__ = ["SCRATCH_ELEMENTS", "AtOnce", "Gradient", "InParts", "Rows", "Sums", "TargetRows", "Want"]
+__all__ = ["AtOnce", "Gradient", "InParts", "Rows", "Sums", "TargetRows", "Want"]
 
-# Elements of one float scratch tensor: four of them stay in the last-level cache.
-SCRATCH_ELEMENTS = 2**19
 # A log-sum-exp is told by a probability no smaller than this.
 CLEAR = 1e-30
 # Below this a mass counts as this much, so that quotients stay finite.
@@ -83,12 +82,12 @@ class Rows(Protocol):
 
 
 class InParts:
-    """A few rows at a time, for a CPU without a compiler; any dtype."""
+    """As many rows at a time as the device likes; nothing is compiled."""
 
     def __init__(self, products: VocabProducts, workspace: Workspace, *, chunk: int, like: Tensor) -> None:
         num_vocab = len(products.weight_VK)
         self.products = products
-        self.num_rows = max(1, min(chunk, SCRATCH_ELEMENTS // num_vocab))
+        self.num_rows = min(chunk, scratch_rows(like.device, num_vocab))
         names = ("logits", "p", "q", "work")
         self.scratch = [workspace.buffer(name, self.num_rows, num_vocab, like=like) for name in names]
         self.q_UV = workspace.buffer("shared q", chunk, num_vocab, like=like)
@@ -115,7 +114,7 @@ class InParts:
         self.products.read(chunk, part, logits)
         torch.softmax(logits, -1, out=p)
         label_N, likely_N = logits.gather(1, label)[:, 0], p.gather(1, label)[:, 0]
-        clear = bool(likely_N.min() > CLEAR)
+        clear = not p.is_cuda and bool(likely_N.min() > CLEAR)  # a GPU would have to be waited for
         lse_N = label_N - likely_N.log() if clear else _log_sum_exp(logits, p)
         cross_N = torch.mul(q, logits, out=work).sum(-1) if want.kl else None
         if target.mass_U is not None:

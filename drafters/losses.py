@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from drafters.computing import computing
-from drafters.loss_rows import SCRATCH_ELEMENTS, AtOnce, Gradient, InParts, Rows, TargetRows, Want
+from drafters.loss_chunks import chunk_rows, scratch_rows
+from drafters.loss_rows import AtOnce, Gradient, InParts, Rows, TargetRows, Want
 from drafters.vocab import DraftVocab
 from drafters.vocab_products import Chunk, VocabProducts, Workspace
 
@@ -34,7 +35,8 @@ class LossWeights:
     """Weights of the terms; a term of weight 0 is not computed. `gamma` None means equal position weights.
 
     `first`: weights of these terms at the beginning, which move in a straight line to the ones above over the first
-    `first_share` of the training. `chunk` is the number of rows whose vocabulary-wide products are alive at once.
+    `first_share` of the training. `chunk` is the number of rows whose vocabulary-wide products are alive at once; None
+    leaves it to the device.
     """
 
     ce: float = 0.0
@@ -43,7 +45,7 @@ class LossWeights:
     lk: float = 0.0
     confidence: float = 1.0
     gamma: float | None = 4.0
-    chunk: int = 256
+    chunk: int | None = None
     first: dict[str, float] | None = None
     first_share: float = 0.5
 
@@ -62,8 +64,8 @@ class LossWeights:
             raise ValueError(f"first_share: got {self.first_share}; accepted: above 0, at most 1 (the whole training)")
         if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"gamma: got {self.gamma}; accepted: above 0, or null for equal weights")
-        if self.chunk < 1:
-            raise ValueError(f"chunk: got {self.chunk}; accepted: 1 or more")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}; accepted: 1 or more, or null (as the device likes)")
 
     def at(self, progress: float) -> "LossWeights":
         """The weights when `progress` (0 to 1) of the training is done, without a schedule."""
@@ -181,30 +183,30 @@ class _Pass:
         biased = inputs.hidden_ND is not None and inputs.bias_NR is not None
         self.products = workspace.products(head, self.support_V, self.product_dtype, biased=biased)
         self.products.set_bias(inputs.bias_weight_VR)
-        num_rows = self.num_rows
-        new, chunk = self.weights_N.new_empty, min(weights.chunk, num_rows)
-        self.rows = self._way(chunk, workspace)
+        new, num_vocab = self.weights_N.new_empty, len(self.products.weight_VK)
+        self.chunk = max(1, min(self.num_rows, weights.chunk or chunk_rows(rows.device, num_vocab)))
+        self.rows = self._way(workspace)
         self.terms = {name: new(()).zero_() for name in TERMS if getattr(weights, name) > 0}
-        self.accept_N = new(num_rows) if self.wants.accept else None
+        self.accept_N = new(self.num_rows) if self.wants.accept else None
         self.agree_N = torch.zeros_like(self.labels_N, dtype=torch.bool) if wants.metrics else None
         given = (inputs.hidden_ND, inputs.bias_NR, inputs.bias_weight_VR)
         self.grads = [None if t is None or not wants.grad else torch.zeros_like(t) for t in given]
 
     def run(self) -> Tensor:
         """The loss; fills `terms`, `accept_N`, `agree_N` and `grads`."""
-        for first in range(0, self.num_rows, self.weights.chunk):
-            self._chunk(slice(first, min(first + self.weights.chunk, self.num_rows)))
+        for first in range(0, self.num_rows, self.chunk):
+            self._chunk(slice(first, min(first + self.chunk, self.num_rows)))
         total = self.weights_N.new_zeros(())
         for name, term in self.terms.items():
             total += getattr(self.weights, name) * term
         return total
 
-    def _way(self, chunk: int, workspace: Workspace) -> Rows:
-        """All rows of a chunk at once on a GPU and where that is compiled, else a few that stay in the cache."""
-        compiled = computing().compile_loss and chunk * len(self.products.weight_VK) >= WORTH_COMPILING
-        if compiled or computing().at_once or self.weights_N.device.type != "cpu":
-            return AtOnce(self.products, chunk=chunk, compiled=compiled)
-        return InParts(self.products, workspace, chunk=chunk, like=self.weights_N)
+    def _way(self, workspace: Workspace) -> Rows:
+        """All rows of a chunk at once where that is compiled, else as many as the device likes."""
+        compiled = computing().compile_loss and self.chunk * len(self.products.weight_VK) >= WORTH_COMPILING
+        if compiled or computing().at_once:
+            return AtOnce(self.products, chunk=self.chunk, compiled=compiled)
+        return InParts(self.products, workspace, chunk=self.chunk, like=self.weights_N)
 
     def _chunk(self, rows: slice) -> None:
         target_rows_N, lse_M = self.inputs.target_rows_N[rows], self.inputs.lse_M
@@ -238,9 +240,8 @@ class _Pass:
     def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
         """Argmax and log-sum-exp [U] over the target's whole vocabulary."""
         products = VocabProducts(self.head, support_V=None, dtype=states_UD.dtype, workspace=Workspace())
-        num_rows = max(1, SCRATCH_ELEMENTS // len(products.weight_VK))
         found = []
-        for states in states_UD.split(num_rows):
+        for states in states_UD.split(scratch_rows(states_UD.device, len(products.weight_VK))):
             logits = self.weights_N.new_empty(len(states), len(products.weight_VK))
             products.read(products.multiply(states), slice(None), logits)
             found.append((logits.argmax(-1), logits.logsumexp(-1)))

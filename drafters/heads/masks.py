@@ -2,7 +2,9 @@
 # (all of it, or the `window` newest positions) and to itself in both directions, never to another block. On the CPU no
 # mask of [all block slots, context + all block slots] is ever made; flex attention keeps one bit per tile of it.
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 from drafters.heads.attention import attend
 
 __all__ = ["BlockLayout", "block_attention", "flex_block_attention"]
+
+TILE = 128  # queries and keys of a tile of flex attention
+MOST_KERNELS = 64  # of flex attention in a process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,11 @@ class BlockLayout:
     def slots(self) -> Tensor:
         """True positions [A, G] of the block slots."""
         return self.positions_A[:, None] + torch.arange(self.block_size, device=self.positions_A.device)
+
+    @cached_property
+    def flex(self) -> "_Flex":
+        """Made once, for all layers: it waits for the GPU and looks at every query and key."""
+        return _flex_of(self)
 
 
 def block_attention(
@@ -104,9 +114,6 @@ def _padded_places(layout: BlockLayout) -> tuple[Tensor, int]:
     return layout.rows_A * num_anchors + order_A, num_anchors
 
 
-_compiled_flex: Any = None
-
-
 def flex_block_attention(
     query_MNH: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], layout: BlockLayout
 ) -> Tensor:
@@ -114,39 +121,73 @@ def flex_block_attention(
 
     Compiled on CUDA; elsewhere it runs uncompiled, which is slow and meant for tests.
     """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    num_rows, flex = layout.num_rows, layout.flex
 
-    global _compiled_flex
-    block_size, num_rows, num_context = layout.block_size, layout.num_rows, layout.num_context
-    place_A, num_anchors = _padded_places(layout)
-    # Padding blocks see themselves only, so that no softmax is empty.
-    position_BA = torch.zeros(num_rows * num_anchors, dtype=torch.int64, device=place_A.device)
-    position_BA[place_A] = layout.positions_A
-    position_BA = position_BA.view(num_rows, num_anchors)
-    oldest_BA = torch.zeros_like(position_BA) if layout.window is None else position_BA - layout.window
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        anchor = q // block_size
-        in_context = (kv < position_BA[b, anchor]) & (kv >= oldest_BA[b, anchor]) & (kv < num_context)
-        return in_context | ((kv >= num_context) & ((kv - num_context) // block_size == anchor))
-
-    def pad(x: Tensor) -> Tensor:  # [A * G, heads, H] -> [B, heads, A' * G, H]
-        padded = x.new_zeros(num_rows * num_anchors, block_size, *x.shape[1:])
-        padded = padded.index_copy(0, place_A, x.unflatten(0, (-1, block_size)))
-        return padded.view(num_rows, num_anchors * block_size, *x.shape[1:]).transpose(1, 2)
+    def pad(x: Tensor) -> Tensor:  # [A * G, heads, H] -> [B, heads, slots, H]
+        padded = x.new_zeros(num_rows * flex.num_slots, *x.shape[1:])
+        return padded.index_copy(0, flex.place_M, x).unflatten(0, (num_rows, -1)).transpose(1, 2)
 
     def keys_of(part: int) -> Tensor:
-        shared = context[part].view(num_rows, num_context, *context[part].shape[1:]).transpose(1, 2)
-        return torch.cat((shared, pad(block[part])), dim=2)
+        shared = context[part].unflatten(0, (num_rows, -1)).transpose(1, 2)
+        beyond = shared.new_zeros(*shared.shape[:2], flex.num_context - shared.shape[2], shared.shape[3])
+        return torch.cat((shared, beyond, pad(block[part])), dim=2)
 
-    query, num_slots = pad(query_MNH), num_anchors * block_size
-    mask = create_block_mask(visible, num_rows, None, num_slots, num_context + num_slots, device=query.device)
-    compute = flex_attention
-    if query.device.type == "cuda":
-        if _compiled_flex is None:
-            _compiled_flex = torch.compile(flex_attention, dynamic=True)
-        compute = _compiled_flex
-    grouped = query.shape[1] != block[0].shape[1]
-    out = compute(query, keys_of(0), keys_of(1), block_mask=mask, scale=1.0, enable_gqa=grouped)
-    out = out.transpose(1, 2).unflatten(1, (num_anchors, block_size)).flatten(0, 1)
-    return out[place_A].reshape(len(place_A) * block_size, -1)
+    compute = _flex_attention(compiled=query_MNH.device.type == "cuda")
+    grouped = query_MNH.shape[1] != block[0].shape[1]
+    out = compute(pad(query_MNH), keys_of(0), keys_of(1), block_mask=flex.mask, scale=1.0, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)[flex.place_M].flatten(1)
+
+
+@cache
+def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not compiled:
+        return flex_attention
+    # Past its limit torch would compute all scores of all slots without a word; `fullgraph` makes that an error.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_KERNELS)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flex:
+    """What flex attention needs of a layout: the places of its A * G slots among the padded ones of all rows, the
+    padded number of slots and of context positions a row, and the mask."""
+
+    place_M: Tensor
+    num_slots: int
+    num_context: int
+    mask: Any
+
+
+def _flex_of(layout: BlockLayout) -> _Flex:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    size, num_rows = layout.block_size, layout.num_rows
+    counts_B = torch.bincount(layout.rows_A, minlength=num_rows)
+    num_context, num_slots = _padded(layout.num_context), _padded(int(counts_B.max()) * size)
+    first_B, device = counts_B.cumsum(0) - counts_B, counts_B.device
+    order_A = torch.arange(len(layout.rows_A), device=device) - first_B[layout.rows_A]
+    slots_G = torch.arange(size, device=device)
+    place_M = ((layout.rows_A * num_slots + order_A * size)[:, None] + slots_G).flatten()
+    # Slots beyond the last block see their own block only, so that no softmax is empty.
+    position_BA = torch.zeros(num_rows, -(-num_slots // size), dtype=torch.int64, device=device)
+    position_BA[layout.rows_A, order_A] = layout.positions_A
+    oldest_BA = torch.zeros_like(position_BA) if layout.window is None else position_BA - layout.window
+    keys = torch.arange(num_context + num_slots, device=device)
+    position_Y = keys.masked_fill(keys >= layout.num_context, torch.iinfo(keys.dtype).max)
+    block_Y = torch.where(keys < num_context, -1, (keys - num_context) // size)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        anchor = q // size
+        in_context = (position_Y[kv] < position_BA[b, anchor]) & (position_Y[kv] >= oldest_BA[b, anchor])
+        return in_context | (block_Y[kv] == anchor)
+
+    mask = create_block_mask(visible, num_rows, None, num_slots, len(keys), device=device)
+    return _Flex(place_M=place_M, num_slots=num_slots, num_context=num_context, mask=mask)
+
+
+def _padded(length: int) -> int:
+    """The next power of two, of a tile at least: each pair of lengths is a kernel of its own, and tiles that nobody
+    sees cost nothing."""
+    return max(TILE, 1 << (length - 1).bit_length())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from drafters.loss_chunks import CPU_CHUNK
 from drafters.losses import DistillInput, LossWeights, distill
 from drafters.target import TargetHead
 from drafters.vocab import DraftVocab
@@ -67,8 +68,9 @@ def checkpointed(inputs: DistillInput, head: TargetHead, weights: LossWeights) -
     """Autograd in chunks that are computed again in the backward pass."""
     weight_VD = head.rows(None if inputs.vocab is None else inputs.vocab.ids_V)
     total = torch.zeros(())
-    for start in range(0, len(inputs.hidden_ND), weights.chunk):
-        rows = slice(start, start + weights.chunk)
+    chunk = weights.chunk or CPU_CHUNK
+    for start in range(0, len(inputs.hidden_ND), chunk):
+        rows = slice(start, start + chunk)
         total = total + checkpoint(plain, inputs, weight_VD, rows, weights, use_reentrant=False)
     return finish(total, inputs)
 

@@ -44,7 +44,7 @@ def check_decoding(args: argparse.Namespace) -> Facts:
     from tests.copy_drafter import CopyDrafter, sharp_target
 
     def on_gpu(noise: float) -> FrozenTarget:
-        model = sharp_target(vocab_size=128, scale=30, noise=noise).model.cuda()
+        model = sharp_target(vocab_size=128, scale=30, noise=noise).model.to(args.device)
         return FrozenTarget.from_model(model, mask_token_id=0)
 
     generator = torch.Generator().manual_seed(5)
@@ -149,7 +149,7 @@ def check_loss(args: argparse.Namespace) -> Facts:
             assert found.accept_N is not None
             return [found.total, found.accept_N, *torch.autograd.grad(found.total, leaves)]
 
-        pairs = zip(run("cuda", torch.float32), run("cpu", torch.float64), strict=True)
+        pairs = zip(run(str(args.device), torch.float32), run("cpu", torch.float64), strict=True)
         errors = [close(got, expected, tolerance=1e-3) for got, expected in pairs]
         facts["whole" if ids_V is None else "reduced"] = f"{max(errors):.1e}"
     return {"largest_relative_errors": facts}
@@ -296,10 +296,35 @@ def check_prefetch(args: argparse.Namespace) -> Facts:
     return compare()
 
 
+def check_dense(args: argparse.Namespace) -> Facts:
+    """Compiled dense ends of draft layers, kept or computed again, against plain ones: loss and gradients, float32."""
+    from drafters.computing import Computing, computed_as
+    from tests.gpu.shapes import SIZES, make_batch, make_drafter, make_head
+
+    torch.manual_seed(0)
+    size = SIZES["tiny"]
+    head, drafter = make_head(size, args.device), make_drafter(size, args.device, reduced=False)
+    batch, weights = make_batch(size, head, args.device), list(drafter.parameters())
+
+    def learned(how: Computing) -> list[torch.Tensor]:
+        with computed_as(how):
+            total = drafter.loss(batch, head).total
+        return [total, *torch.autograd.grad(total, weights, allow_unused=True, materialize_grads=True)]
+
+    plain = [one.detach().cpu() for one in learned(Computing())]
+    facts: Facts = {}
+    for recompute in (False, True):
+        pairs = zip(learned(Computing(compile=True, recompute=recompute)), plain, strict=True)
+        errors = [close(got, expected, tolerance=1e-2) for got, expected in pairs]
+        facts["recomputed" if recompute else "kept"] = f"{max(errors):.1e}"
+    return {"largest_relative_errors": facts}
+
+
 CHECKS: dict[str, Callable[[argparse.Namespace], Facts]] = {
     "decoding": check_decoding,
     "attention": check_attention,
     "loss": check_loss,
+    "dense": check_dense,
     "step": check_step,
     "prefetch": check_prefetch,
     "training": check_training,
@@ -315,6 +340,7 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("check_gpu: no CUDA device here; run it on a machine with an NVIDIA GPU and a CUDA build of torch")
+    args.device = torch.device("cuda")
     os.chdir(ROOT)
     warnings.simplefilter("default")
     summary: Facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": {}}
