@@ -3,9 +3,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from safetensors.torch import load_file
 from drafters.distributed import Ranks
 from drafters.errors import ConfigError
 from drafters.training.strategies import ZeroStrategy, check_kind, check_strategy, num_processes, placement
-from tests.door_world import ROOT
+from tests.processes import torchrun
 from tests.strategy_worker import CASES, SHARDED, STEPS, ZERO, Case, silent_world, train
 from tests.training_doubles import LIGHTNING_NOISE
 
@@ -26,10 +23,7 @@ ZEROS = [name for name in CASES if name.startswith("zero")]
 
 def by_two(folder, names):
     """Train the cases `names` by two processes: what each saw."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*start, "-m", "tests.strategy_worker", str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = torchrun("-m", "tests.strategy_worker", folder, *names, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: json.loads((folder / name / "seen.json").read_text()) for name in names}
 
