@@ -90,14 +90,15 @@ def test_processes_whose_parent_was_killed_end(tmp_path, kind):
     launch = f"from drafters.distributed import launch\nlaunch(2, {str(script)!r}, [])"
     own = [sys.executable, "-c", launch]
     line = own if kind == "drafters" else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script]
-    parent = subprocess.Popen(line, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    parent = subprocess.Popen(line, env=environment(), cwd=ROOT, **PIPES)
     paths = [tmp_path / f"pid{rank}" for rank in range(2)]
     wait_for(lambda: all(path.is_file() and path.read_text().endswith("\n") for path in paths))
     pids = [int(path.read_text()) for path in paths]
     try:
         parent.kill()
+        _, said = parent.communicate(timeout=60)  # until the last one that can write there has ended
         wait_for(lambda: not any(is_alive(pid) for pid in pids))
-        assert b"the process that started this one is gone" in parent.stderr.read()
+        assert "the process that started this one is gone" in said
     finally:
         for pid in pids:
             if is_alive(pid):
