@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 __all__ = ["LAUNCHER", "Alarm", "Alert"]
 
@@ -38,12 +38,12 @@ class Alarm:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._parent = _parent(environment)
         self._rank = 0
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._trace = ""
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="alarm", daemon=True).start()
 
-    def connect(self, store: "dist.Store", *, rank: int) -> None:
+    def connect(self, store: Store, *, rank: int) -> None:
         """`store` serves this alarm alone."""
         self._rank, self._store = rank, store.clone()
 

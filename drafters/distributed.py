@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from drafters.alarm import LAUNCHER, Alarm
 from drafters.errors import CheckpointError, ConfigError, DataError, DraftersError
 
-__all__ = ["Launch", "Ranks", "find_launch", "launch", "leave"]
+__all__ = ["Launch", "Ranks", "find_launch", "is_lost", "launch", "leave"]
 
 T = TypeVar("T")
 # Ranks wait for the slowest, which may rightly take long. One that died is noticed at once (its connection closes, and
@@ -73,7 +74,7 @@ class Ranks:
             rank=dist.get_rank(), size=dist.get_world_size(), local_rank=told.local_rank, group=group, alarm=alarm
         )
         store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
-        alarm.connect(dist.PrefixStore(f"drafters/{next(_entered)}", store), rank=ranks.rank)
+        alarm.connect(PrefixStore(f"drafters/{next(_entered)}", store), rank=ranks.rank)
         try:
             with ranks._end_together():
                 yield ranks
@@ -185,7 +186,7 @@ class Ranks:
                     raise
                 raise SystemExit(INTERRUPTED) from None  # the first one says it
             except RuntimeError as error:
-                if not _is_lost(error):
+                if not is_lost(error):
                     raise
                 self._lost = True
                 raise self._left_alone(error) from error
@@ -200,7 +201,7 @@ class Ranks:
 
     def _sound(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Tell the alarm of an error of this process that leaves."""
-        is_told = self._agreed or self._lost or (isinstance(error, RuntimeError) and _is_lost(error))
+        is_told = self._agreed or self._lost or (isinstance(error, RuntimeError) and is_lost(error))
         if self._alarm is None or not isinstance(error, Exception) or is_told:
             return
         if isinstance(error, DraftersError):
@@ -344,7 +345,7 @@ def _plain(error: DraftersError) -> DraftersError:
     return next(kind for kind in KINDS if isinstance(error, kind))(str(error))
 
 
-def _is_lost(error: RuntimeError) -> bool:
+def is_lost(error: RuntimeError) -> bool:
     """Whether this is what torch raises where another process is gone, also in collectives that are not of Ranks."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
