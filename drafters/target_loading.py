@@ -70,12 +70,14 @@ def check_placement(device_map: Any, tp_plan: Any) -> None:
     if device_map is not None and device_map != "auto" and (not isinstance(device_map, Mapping) or not device_map):
         raise ConfigError(f"target.device_map: got {device_map!r}; accepted: {ACCEPTED}")
     for module, device in device_map.items() if isinstance(device_map, Mapping) else ():
+        reason = "" if device not in (None, "meta") else ": it is no place for weights"
         try:
-            is_place = device == "disk" or _is_number(device) or torch.device(device).type != "meta"
-        except (RuntimeError, TypeError):
-            is_place = False
-        if not is_place:
-            raise ConfigError(f"target.device_map.{module}: got {device!r}; accepted: {ACCEPTED}")
+            if device not in (None, "disk", "meta") and not _is_number(device):
+                torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            reason = f": {str(error).splitlines()[0]}"
+        if reason:
+            raise ConfigError(f"target.device_map.{module}: got {device!r}{reason}; accepted: {ACCEPTED}")
     if tp_plan not in (None, "auto"):
         raise ConfigError(f"target.tp_plan: got {tp_plan!r}; accepted: null, auto")
     if tp_plan is not None and device_map is not None:
