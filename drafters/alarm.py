@@ -40,12 +40,14 @@ class Alarm:
         self._rank = 0
         self._store: Store | None = None
         self._trace = ""
+        self._heard: Alert | None = None  # kept: the store may end with the process that has it
+        self._was_said = False
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="alarm", daemon=True).start()
 
     def connect(self, store: Store, *, rank: int) -> None:
         """`store` serves this alarm alone."""
-        self._rank, self._store = rank, store.clone()
+        self._rank, self._store = rank, store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def stop(self) -> None:
         self._stopped.set()
@@ -59,58 +61,70 @@ class Alarm:
 
     def heard(self) -> Alert | None:
         """The first failure that was told; None too where nobody can be asked."""
-        try:
-            return self._look()
-        except RuntimeError:
-            return None
+        self._asks()
+        return self._heard
 
     def may_say(self) -> bool:
-        """Whether this process is the first that wants to say what was heard, or nobody can tell."""
-        return self._first(SAID, str(self._rank)) == str(self._rank)
-
-    def _is_said(self) -> bool:
-        try:
-            return self._store is None or bool(self._store.check([SAID]))
-        except RuntimeError:
+        """Whether this process is the first that wants to say what was heard. Where nobody can tell, it is where the
+        failure is its own."""
+        if self._was_said:
             return False
+        own = str(self._rank)
+        is_own = self._heard is None or self._heard.rank == self._rank
+        return self._first(SAID, own, if_lost=own if is_own else "") == own
 
-    def _first(self, key: str, text: str) -> str:
+    def _first(self, key: str, text: str, *, if_lost: str = "") -> str:
         """What the first one wrote at `key`."""
         if self._store is None:
             return text
         try:
             return bytes(self._store.compare_set(key, "", text)).decode()
         except RuntimeError:
-            return text
+            return if_lost
 
-    def _look(self) -> Alert | None:
+    def _look(self) -> None:
+        """Ask the store. Raises RuntimeError where it is gone."""
         store = self._store
-        if store is None or not store.check([FAILED]):
-            return None
-        return Alert(**json.loads(store.get(FAILED)))
+        if store is None:
+            return
+        if self._heard is None and store.check([FAILED]):
+            self._heard = Alert(**json.loads(store.get(FAILED)))
+        if self._heard is not None and not self._was_said:
+            self._was_said = store.check([SAID])
 
     def _watch(self) -> None:
         while not self._stopped.wait(INTERVAL):
             if self._parent is not None and os.getppid() != self._parent:
                 _end("the process that started this one is gone; the same command goes on from what was saved", 1)
-            try:
-                alert = self._look()
-            except RuntimeError:  # whoever connects all is gone
-                alert = Alert(rank=-1)
-            if alert is not None and not self._stopped.wait(GRACE):
-                self._end_of(alert)
+            if not self._asks() and self._heard is None:
+                self._wait(GRACE)
+                _end(f"rank {self._rank}: another process ended or gave no answer; its own message says why", 1)
+            if self._heard is not None:
+                self._wait(GRACE)
+                self._end_of(self._heard)
+
+    def _asks(self) -> bool:
+        """Whether there is somebody to ask, after asking."""
+        try:
+            self._look()
+        except RuntimeError:  # whoever connects all is gone
+            return False
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        """Until this process has ended, which then takes this thread with it, or time is over."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._stopped.wait(INTERVAL):
+                sys.exit()
+            self._asks()
 
     def _end_of(self, alert: Alert) -> None:
         """End this process, which waits for a failed one or cannot end after its own failure."""
-        if alert.rank < 0:
-            _end(f"rank {self._rank}: another process ended or gave no answer; its own message says why", 1)
         if alert.message is None:
             _end(self._trace or None, int(alert.rank == self._rank), prefix="")
-        # The first one speaks. Should it be stopped, another does.
-        patience = time.monotonic() + (GRACE / 2 if self._rank else 0)
-        while time.monotonic() < patience and not self._is_said():
-            if self._stopped.wait(INTERVAL):
-                return
+        if self._rank != 0 and not self._was_said:
+            self._wait(GRACE / 2)  # the first one speaks; should it be stopped, another does
         if self.may_say():
             _end(alert.message, 1)
         _end(None, 0)
@@ -121,7 +135,7 @@ def _end(text: str | None, status: int, *, prefix: str = "error: ") -> NoReturn:
         sys.stderr.write(f"{prefix}{text.rstrip()}\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(3 * INTERVAL)  # the others may need what this process keeps for them, to see that it has spoken
+    time.sleep(3 * INTERVAL)  # the others may ask a store that this process has, and see that it has spoken
     os._exit(status)
 
 

@@ -18,7 +18,7 @@ from drafters import alarm
 from drafters.distributed import Ranks
 from drafters.door import door
 from drafters.errors import DataError
-alarm.INTERVAL, alarm.GRACE = 0.05, 0.5
+alarm.INTERVAL, alarm.GRACE = 0.2, 1.0
 with door(), Ranks.from_environment() as ranks:
 """
 # Waits forever where the other one does not come.
