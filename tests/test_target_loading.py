@@ -106,8 +106,16 @@ def test_placement_is_no_part_of_a_cache_key(folder):
     [
         ({"device_map": "balanced"}, None, r"target.device_map: got 'balanced'; accepted: null, auto, or a device"),
         ({"device_map": {}}, None, r"target.device_map: got {}; accepted"),
-        ({"device_map": {"lm_head": "meta"}}, None, r"target.device_map.lm_head: got 'meta'; accepted"),
-        ({"device_map": {"lm_head": None}}, None, r"target.device_map.lm_head: got None; accepted"),
+        (
+            {"device_map": {"lm_head": "meta"}},
+            None,
+            r"target.device_map.lm_head: got 'meta': it is no place for weights; accepted",
+        ),
+        (
+            {"device_map": {"lm_head": None}},
+            None,
+            r"target.device_map.lm_head: got None: it is no place for weights; accepted",
+        ),
         ({"device_map": {"lm_head": "tpu9"}}, None, r"target.device_map.lm_head: got 'tpu9': .*; accepted"),
         ({"device_map": {"lm_head": "cpu"}}, None, r"target.device_map: says no device for model.embed_tokens.weight"),
         (
