@@ -191,14 +191,14 @@ def build_trainer(cfg: DictConfig, **given: Any) -> "Trainer":
     from hydra.utils import instantiate
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from drafters.config import to_plain
+    from drafters.config import suited, to_plain
     from drafters.errors import ConfigError
     from drafters.training.plan import OWN, check_trainer, one_line
 
     decided = check_trainer(to_plain(cfg.trainer))
     try:
-        settings = {name: value for name, value in cfg.trainer.items() if name not in OWN}
-        trainer: Trainer = instantiate(settings, _partial_=True)(**decided | given)
+        settings = {name: value for name, value in to_plain(cfg.trainer).items() if name not in OWN}
+        trainer: Trainer = instantiate(suited(settings, key="trainer"), _partial_=True)(**decided | given)
     except (hydra.errors.HydraException, MisconfigurationException, TypeError, ValueError) as error:
         raise ConfigError(f"trainer: {one_line(error)}") from error
     return trainer
@@ -208,11 +208,13 @@ def build_logger(cfg: DictConfig) -> Any:
     """A logger of Lightning, or False for none. Raises ConfigError."""
     from hydra.utils import instantiate
 
+    from drafters.config import suited, to_plain
     from drafters.errors import ConfigError
     from drafters.training.plan import one_line
 
+    node = to_plain(cfg.get("logger"))
     try:
-        return instantiate(cfg.get("logger")) or False
+        return instantiate(suited(node, key="logger") if isinstance(node, dict) and node else node) or False
     except (hydra.errors.HydraException, TypeError, ValueError) as error:
         raise ConfigError(f"logger: {one_line(error)}") from error
 
@@ -333,6 +335,8 @@ def announce_jobs() -> None:
 
 
 if __name__ == "__main__":
+    # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     announce_jobs()
     main()
     if failed_jobs:

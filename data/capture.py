@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,14 @@ __all__ = ["CaptureBar", "capture_states", "encode_splits", "states_place"]
 
 RATED_TOKENS = 8192  # a rate of fewer says little
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The settings of this door that belong to no group."""
+
+    plan: bool
+    device: str | None
 
 
 def encode_splits(
@@ -164,13 +173,14 @@ def run(cfg: DictConfig) -> None:
     from drafters.cache_writer import CaptureConfig
     from drafters.config import build_config, to_plain, typed
     from drafters.distributed import Ranks, leave
-    from drafters.door import load_target, only_first_speaks
+    from drafters.door import check_target, load_target, only_first_speaks
     from drafters.tensor_parallel import follow, leading
     from drafters.weights import resolve
 
+    node = to_plain(cfg.target)
+    check_target(node)
     config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
     _, source = build_config(cfg.source, key="source")
-    node = to_plain(cfg.target)
     with Ranks.from_environment() as ranks:
         only_first_speaks(ranks)
         with ranks.first_goes_first():
@@ -208,10 +218,11 @@ def keep_states(
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="capture")
 def main(cfg: DictConfig) -> None:
+    from drafters.config import typed
     from drafters.door import door
 
     with door():
-        if cfg.plan:
+        if typed(Choice, {"plan": cfg.plan, "device": cfg.device}, key="").plan:
             from data.plan import plan_capture
 
             plan_capture(cfg)

@@ -92,11 +92,11 @@ def plan_capture(cfg: DictConfig) -> None:
     from data.sources import DataConfig, load_splits
     from drafters.cache_writer import CaptureConfig
     from drafters.config import build_config, to_plain, typed
-    from drafters.door import check_target_keys, say
+    from drafters.door import check_target, say
     from drafters.target import FrozenTarget
 
     node = to_plain(cfg.target)
-    check_target_keys(node)
+    check_target(node)
     config, data = typed(CaptureConfig, cfg.cache, key="cache"), typed(DataConfig, cfg.data, key="data")
     machine = typed(MachineConfig, cfg.machine, key="machine")
     _, source = build_config(cfg.source, key="source")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from drafters.cache_manifest import ALL, SUPERVISED, CacheKey
+from drafters.codecs import find_codec
 from drafters.distributed import Ranks
 from drafters.files import cache_root
 from drafters.storage import Folder, LocalFolder, is_url, open_folder
@@ -32,6 +33,7 @@ class CaptureConfig:
     batch_tokens: int = 4_096
 
     def __post_init__(self) -> None:
+        find_codec(self.codec)
         if self.last not in (ALL, SUPERVISED):
             raise ValueError(f"last: got '{self.last}'; accepted: {ALL}, {SUPERVISED}")
         if self.tokens_per_shard < 1 or self.batch_tokens < 1:

@@ -2,20 +2,28 @@
 # dataclass `Config` (or the class itself, if it is a dataclass) types the rest. There is no registry: the path is it.
 
 import importlib
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafters.errors import ConfigError
 
-__all__ = ["build_config", "locate", "to_plain", "typed"]
+__all__ = ["build_config", "locate", "suited", "to_plain", "typed"]
+
+# What a person can write in a command, and what it is called in errors.
+WRITTEN = {bool: "true, false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 
 
 def locate(path: str, *, key: str = "_target_") -> Any:
     """The object at a dotted path. Raises ConfigError naming `key` when there is none."""
-    module, _, name = path.rpartition(".")
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     if not module:
         raise ConfigError(f"{key}: '{path}' is not a dotted path; write package.module.ClassName")
     try:
@@ -34,7 +42,7 @@ def typed(schema: type, node: Any, *, key: str) -> Any:
     `key` is where the node stands, "" at the top. Lists become the tuples that annotations ask for, mappings the
     dataclasses. Raises ConfigError that names the dotted key for an unknown field, a wrong type or a missing value.
     """
-    plain = to_plain(node) or {}
+    plain = {} if (found := to_plain(node)) is None else found
     names = [f.name for f in fields(schema)]
     prefix = f"{key}." if key else ""
     if not isinstance(plain, dict):
@@ -55,7 +63,8 @@ def typed(schema: type, node: Any, *, key: str) -> Any:
     try:
         return schema(**_typed_values(schema, given, prefix=prefix), **inner)
     except ValueError as error:  # raised by __post_init__ checks of the dataclass
-        raise ConfigError(f"{key}: {error}" if key else str(error)) from error
+        is_named = str(error).partition(":")[0] in names
+        raise ConfigError(f"{prefix if is_named else f'{key}: ' if key else ''}{error}") from error
 
 
 def build_config(node: Any, *, key: str) -> tuple[type, Any]:
@@ -68,6 +77,39 @@ def build_config(node: Any, *, key: str) -> tuple[type, Any]:
     if not isinstance(cls, type) or not isinstance(schema, type) or not is_dataclass(schema):
         raise ConfigError(f"{key}._target_: '{plain['_target_']}' is no class with a dataclass `Config`")
     return cls, typed(schema, plain, key=key)
+
+
+def suited(node: Mapping[str, Any], *, key: str) -> dict[str, Any]:
+    """The plain settings `node` of an object that its `_target_` makes, as the signature of that wants them: a number
+    where it wants text is text. Raises ConfigError for a value that is of none of the annotated kinds; what is
+    annotated with more than a person can write as one word is left to the object."""
+    made: Callable[..., Any] = locate(node["_target_"], key=f"{key}._target_")
+    found = dict(node)
+    for name, parameter in inspect.signature(made).parameters.items():
+        kinds = _written(parameter.annotation)
+        if name not in node or not kinds:
+            continue
+        value = node[name]
+        if type(value) in kinds or (value is None and parameter.default is None):
+            continue
+        if isinstance(value, int | float) and not isinstance(value, bool) and str in kinds:
+            found[name] = str(value)
+        elif not (type(value) is int and float in kinds):
+            accepted = ", ".join(text for kind, text in WRITTEN.items() if kind in kinds)
+            raise ConfigError(f"{key}.{name}: got {value!r}; accepted: {accepted}")
+    return found
+
+
+def _accepted(annotation: Any) -> str:
+    """The kinds of an annotation, in words."""
+    return ", ".join(text for kind, text in WRITTEN.items() if kind in (annotation, *get_args(annotation)))
+
+
+def _written(annotation: Any) -> set[type]:
+    """The kinds of WRITTEN that an annotation is made of; none where it is made of others too."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = {str if one in (Path, PathLike) else one for one in parts}
+    return kinds if all(isinstance(one, type) and one in WRITTEN for one in kinds) else set()
 
 
 def to_plain(node: Any) -> Any:
@@ -95,6 +137,16 @@ def _nested(schema: type) -> dict[str, type]:
 def _typed_values(schema: type, given: dict[str, Any], *, prefix: str) -> dict[str, Any]:
     """`given`, checked and converted to what the fields of `schema` are annotated with."""
     hints = get_type_hints(schema)
+    for name, value in given.items():
+        # OmegaConf makes true of 7, and "True" of true; that it takes on, off, yes and no is fine.
+        kinds = {hints[name], *get_args(hints[name])}
+        wants, is_bool = bool in kinds, isinstance(value, bool)
+        if (wants and isinstance(value, int | float) and not is_bool) or (is_bool and not wants and str in kinds):
+            raise ConfigError(f"{prefix}{name}: got {value!r}; accepted: {_accepted(hints[name])}")
+        parts = get_args(hints[name])
+        is_counted = get_origin(hints[name]) is tuple and ... not in parts
+        if is_counted and isinstance(value, list | tuple) and len(value) != len(parts):
+            raise ConfigError(f"{prefix}{name}: got {list(value)!r}; accepted: {len(parts)} values")
     try:
         merged: Any = OmegaConf.merge(OmegaConf.structured(schema), given)
         values = {name: to_plain(merged[name]) for name in given}

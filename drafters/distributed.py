@@ -1,23 +1,27 @@
-# Several processes, one result. Ranks exchange Python objects through a gloo group on the CPU, also where they work on
-# GPUs. Every exchange carries the sender's error or none, so that a rank that fails ends the others at their next
-# exchange, whichever that is, with one message, instead of leaving them to wait for it.
+# Several processes, one result. Ranks exchange Python objects through a gloo group of their own on the CPU, also where
+# they work on GPUs. Every exchange carries the sender's error or none, so that a rank that fails ends the others at
+# their next exchange, whichever that is, with one message; `Alarm` ends those that wait for it elsewhere.
 
 import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count as counting
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
+from drafters.alarm import LAUNCHER, Alarm
 from drafters.errors import CheckpointError, ConfigError, DataError, DraftersError
 
-__all__ = ["Launch", "Ranks", "find_launch", "launch", "leave"]
+__all__ = ["Launch", "Ranks", "find_launch", "is_lost", "launch", "leave"]
 
 T = TypeVar("T")
 # Ranks wait for the slowest, which may rightly take long. One that died is noticed at once (its connection closes, and
@@ -29,6 +33,7 @@ INTERACTIVE = ("bash", "interactive")
 PORTS = range(25_000, 32_000)  # below those that systems give away by themselves
 SAVING = 600  # seconds that started processes have to end after a signal
 INTERRUPTED = 130  # exit status of a process that a signal has stopped
+_entered = counting()  # how often ranks were made of the environment, alike in all processes
 KINDS = (CheckpointError, ConfigError, DataError, DraftersError)
 
 
@@ -39,9 +44,11 @@ class Ranks:
     its next call; so does every rank when another process ends without a word or gives no answer in time.
     """
 
-    def __init__(self, *, rank: int = 0, size: int = 1, local_rank: int = 0, group: Any = None) -> None:
+    def __init__(
+        self, *, rank: int = 0, size: int = 1, local_rank: int = 0, group: Any = None, alarm: Alarm | None = None
+    ) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self._group = group
+        self._group, self._alarm = group, alarm
         self._agreed = self._lost = False
 
     @classmethod
@@ -59,26 +66,23 @@ class Ranks:
         if not is_connected and told.size == 1:
             yield cls()
             return
-        group = None
-        if is_connected:
-            group = dist.new_group(backend="gloo", timeout=timeout)
-        elif told.address is None:
-            dist.init_process_group(_backend(), timeout=timeout)
-        else:
-            host, port = told.address.rsplit(":", 1)
-            os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)  # DeepSpeed reads them
-            where = f"tcp://{told.address}"
-            dist.init_process_group(
-                _backend(), init_method=where, rank=told.rank, world_size=told.size, timeout=timeout
-            )
-        ranks = cls(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=told.local_rank, group=group)
+        alarm = Alarm(os.environ)
+        if not is_connected:
+            _connect(told, timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        ranks = cls(
+            rank=dist.get_rank(), size=dist.get_world_size(), local_rank=told.local_rank, group=group, alarm=alarm
+        )
+        store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+        alarm.connect(PrefixStore(f"drafters/{next(_entered)}", store), rank=ranks.rank)
         try:
             with ranks._end_together():
                 yield ranks
         finally:
             # A group that outlives its destruction can abort the interpreter at its end.
             ranks._group = None
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(group if is_connected else None)
+            alarm.stop()
 
     @property
     def is_first(self) -> bool:
@@ -152,6 +156,13 @@ class Ranks:
         return [value for _, value, _ in told]
 
     def _left_alone(self, reason: RuntimeError) -> DraftersError:
+        """What to raise where another process is gone. Raises SystemExit where that one says why, or somebody does."""
+        alert = self._alarm.heard() if self._alarm is not None else None
+        if alert is not None:
+            assert self._alarm is not None
+            if alert.message is None or not self._alarm.may_say():
+                raise SystemExit(0) from None
+            return DraftersError(alert.message)
         return DraftersError(
             f"rank {self.rank}: another of the {self.size} processes ended or gave no answer; its own message says "
             f"why ({_first_line(reason)})"
@@ -163,7 +174,9 @@ class Ranks:
         try:
             failure: DraftersError | None = None
             try:
-                yield
+                with ExitStack() as stack:
+                    stack.push(self._sound)
+                    yield
             except DraftersError as error:
                 if self._agreed or self._lost:
                     raise
@@ -173,16 +186,28 @@ class Ranks:
                     raise
                 raise SystemExit(INTERRUPTED) from None  # the first one says it
             except RuntimeError as error:
-                if not _is_lost(error):
+                if not is_lost(error):
                     raise
                 self._lost = True
                 raise self._left_alone(error) from error
             self._exchange("end", None, failure)
         except DraftersError:
-            if self._agreed and not self.is_first and not os.environ.get("DRAFTERS_DEBUG"):
-                # With success: torchrun ends all processes once one has failed, perhaps before the first has spoken.
-                raise SystemExit(0) from None
-            raise
+            if not self._agreed or os.environ.get("DRAFTERS_DEBUG"):
+                raise
+            if self.is_first and (self._alarm is None or self._alarm.may_say()):
+                raise
+            # With success: torchrun ends all processes once one has failed, perhaps before the first has spoken.
+            raise SystemExit(0) from None
+
+    def _sound(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Tell the alarm of an error of this process that leaves."""
+        is_told = self._agreed or self._lost or (isinstance(error, RuntimeError) and is_lost(error))
+        if self._alarm is None or not isinstance(error, Exception) or is_told:
+            return
+        if isinstance(error, DraftersError):
+            self._alarm.sound(str(error))
+        else:
+            self._alarm.sound(None, trace="".join(traceback.format_exception(error)))
 
 
 def leave() -> None:
@@ -202,6 +227,7 @@ def launch(count: int, script: str, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.CRITICAL)  # what torchrun says of a process that has said it
     options = ["--standalone", f"--nproc-per-node={count}", f"--shutdown-timeout={SAVING}"]
     try:
@@ -217,6 +243,16 @@ def launch(count: int, script: str, arguments: Sequence[str]) -> int:
     except SignalException:
         return INTERRUPTED
     return 0
+
+
+def _connect(told: "Launch", timeout: timedelta) -> None:
+    if told.address is None:
+        dist.init_process_group(_backend(), timeout=timeout)
+        return
+    host, port = told.address.rsplit(":", 1)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)  # DeepSpeed reads them
+    where = f"tcp://{told.address}"
+    dist.init_process_group(_backend(), init_method=where, rank=told.rank, world_size=told.size, timeout=timeout)
 
 
 def _backend() -> str:
@@ -309,7 +345,7 @@ def _plain(error: DraftersError) -> DraftersError:
     return next(kind for kind in KINDS if isinstance(error, kind))(str(error))
 
 
-def _is_lost(error: RuntimeError) -> bool:
+def is_lost(error: RuntimeError) -> bool:
     """Whether this is what torch raises where another process is gone, also in collectives that are not of Ranks."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 

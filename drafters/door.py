@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Place",
+    "check_target",
     "command_facts",
     "decoding_into",
     "door",
@@ -190,11 +192,36 @@ def say(text: Any) -> None:
     screen().print(text, highlight=False, markup=False, soft_wrap=isinstance(text, str))
 
 
-def check_target_keys(node: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an unknown setting of a node of conf/target."""
-    for name in node:
-        if name not in TARGET_KEYS:
-            raise ConfigError(f"target.{name}: unknown setting; accepted: {', '.join(TARGET_KEYS)}")
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """What a node of conf/target may say; see there."""
+
+    name: str | None = None
+    weights: str | None = None
+    sha256: str | None = None
+    dtype: str | None = "bfloat16"
+    mask_token: Any = None
+    layer_ids: tuple[int, ...] = ()
+    device_map: Any = None
+    tp_plan: str | None = None
+
+    def __post_init__(self) -> None:
+        from drafters.target import dtype_of
+        from drafters.target_loading import check_placement
+
+        dtype_of(str(self.dtype))
+        check_placement(self.device_map, self.tp_plan)
+        if self.sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", self.sha256):
+            raise ValueError(f"sha256: got '{self.sha256}'; accepted: 64 hexadecimal digits, or null")
+        if self.mask_token is not None and type(self.mask_token) not in (str, int):
+            raise ValueError(f"mask_token: got {self.mask_token!r}; accepted: a token, its id, or null")
+
+
+def check_target(node: Any) -> None:
+    """Raises ConfigError for a setting of a node of conf/target that is unknown, or wrong for every target."""
+    from drafters.config import typed
+
+    typed(TargetConfig, node, key="target")
 
 
 def load_target(
@@ -207,7 +234,7 @@ def load_target(
     from drafters.target_loading import Placement
     from drafters.weights import fingerprint, resolve
 
-    check_target_keys(node)
+    check_target(node)
     device_map, tp_plan = (node.get(name) for name in PLACED)
     if tp_plan is not None and not is_split:
         raise ConfigError(

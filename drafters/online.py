@@ -14,6 +14,7 @@ from drafters.cache_manifest import data_hash
 from drafters.cache_plan import plan_shards, split_places
 from drafters.errors import DataError
 from drafters.prefetch import settle
+from drafters.spec import check_layer_ids
 from drafters.states import log_sum_exp, predicts
 from drafters.types import Batch, Example, Needs
 
@@ -29,7 +30,9 @@ class OnlineStates:
     """Conversations whose states the target makes when they are read. Stands where a HiddenCache does."""
 
     def __init__(self, target: "FrozenTarget", splits: Mapping[str, Sequence[Example]], config: CaptureConfig) -> None:
-        """`config` gives the sizes that decide the order of samples in a cache. Raises DataError without samples."""
+        """`config` gives the sizes that decide the order of samples in a cache. Raises DataError without samples, and
+        ConfigError for layers that the target has not."""
+        check_layer_ids(config.layer_ids, target.spec, key="cache.layer_ids")
         self.target = target
         given = [example for split in splits.values() for example in split]
         if not given:

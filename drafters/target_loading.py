@@ -16,6 +16,7 @@ from drafters.weights import cache_root, fingerprint, load_model, reading
 __all__ = [
     "Placement",
     "WholeTensors",
+    "check_placement",
     "head_is_tied",
     "head_tensors",
     "input_device",
@@ -23,23 +24,23 @@ __all__ = [
     "whole",
 ]
 
+ALL = "all"  # a name that can be written in a command; transformers' own is ""
+ACCEPTED = "null, auto, or a device (a GPU's number, cpu, disk) for each module, such as {model.layers.0: 0}"
 DeviceMap = str | Mapping[str, str | int] | None
 
 
 class Placement:
     """Where a target's weights go: all to `device`, or as `device_map` or `tp_plan` say, of which one is given at most.
 
-    `device_map`: "auto", or a device (a GPU's number, "cpu" or "disk") for each module by its name; `tp_plan`: "auto",
+    `device_map`: "auto", or a device (a GPU's number, "cpu" or "disk") for each module by its name, where "all" is the
+    whole model; `tp_plan`: "auto",
     under torchrun. Raises ConfigError for anything else.
     """
 
     def __init__(self, device: torch.device | str, *, device_map: DeviceMap = None, tp_plan: str | None = None) -> None:
-        if device_map is not None and device_map != "auto":
-            _check_map(device_map)
-        if tp_plan not in (None, "auto"):
-            raise ConfigError(f"target.tp_plan: got {tp_plan!r}; accepted: null, auto")
-        if tp_plan is not None and device_map is not None:
-            raise ConfigError("target.tp_plan: given beside target.device_map; leave one of them null")
+        check_placement(device_map, tp_plan)
+        if isinstance(device_map, Mapping):
+            _check_devices(device_map)
         if tp_plan is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
             raise ConfigError(
                 "target.tp_plan: got 'auto', but there is one process; start the command with "
@@ -56,24 +57,47 @@ class Placement:
         if self.device_map is None:
             return load_model(folder, dtype=dtype).to(self.device)
         spare = cache_root() / "offload" / f"{fingerprint(folder)[:12]}-{str(dtype).removeprefix('torch.')}"
-        given = self.device_map if isinstance(self.device_map, str) else dict(self.device_map)
+        given = self.device_map
+        if isinstance(given, Mapping):
+            given = {"" if name == ALL else name: device for name, device in given.items()}
         if isinstance(given, dict):
             _check_names(given, outline(folder))
         return load_model(folder, dtype=dtype, device_map=given, offload_folder=spare)
 
 
-def _check_map(device_map: Any) -> None:
-    accepted = "null, auto, or a device (a GPU's number, cpu, disk) for each module, such as {model.layers.0: 0}"
-    if not isinstance(device_map, Mapping) or not device_map:
-        raise ConfigError(f"target.device_map: got {device_map!r}; accepted: {accepted}")
+def check_placement(device_map: Any, tp_plan: Any) -> None:
+    """Raises ConfigError for what is no placement on any machine, and for two of them."""
+    if device_map is not None and device_map != "auto" and (not isinstance(device_map, Mapping) or not device_map):
+        raise ConfigError(f"target.device_map: got {device_map!r}; accepted: {ACCEPTED}")
+    for module, device in device_map.items() if isinstance(device_map, Mapping) else ():
+        reason = "" if device not in (None, "meta") else ": it is no place for weights"
+        try:
+            if device not in (None, "disk", "meta") and not _is_number(device):
+                torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            reason = f": {str(error).splitlines()[0]}"
+        if reason:
+            raise ConfigError(f"target.device_map.{module}: got {device!r}{reason}; accepted: {ACCEPTED}")
+    if tp_plan not in (None, "auto"):
+        raise ConfigError(f"target.tp_plan: got {tp_plan!r}; accepted: null, auto")
+    if tp_plan is not None and device_map is not None:
+        raise ConfigError("target.tp_plan: given beside target.device_map; leave one of them null")
+
+
+def _is_number(device: Any) -> bool:
+    """Whether it is that of a GPU, which need not be here."""
+    return isinstance(device, int) and not isinstance(device, bool) and device >= 0
+
+
+def _check_devices(device_map: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a device that is not here."""
     for module, device in device_map.items():
         try:
-            known = device == "disk" or torch.empty(0, device=device).numel() == 0
+            if device != "disk":
+                torch.empty(0, device=device)
         except (RuntimeError, AssertionError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"target.device_map.{module}: got {device!r}: {reason}; accepted: {accepted}") from error
-        if not known or device in (None, "meta"):
-            raise ConfigError(f"target.device_map.{module}: got {device!r}; accepted: {accepted}")
+            raise ConfigError(f"target.device_map.{module}: got {device!r}: {reason}; accepted: {ACCEPTED}") from error
 
 
 def outline(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -95,9 +119,7 @@ def _check_names(device_map: Mapping[str, Any], model: nn.Module) -> None:
     for name in device_map:
         if name not in modules:
             known = ", ".join(sorted(one for one in modules if one.count(".") == 1 or (one and "." not in one)))
-            raise ConfigError(
-                f"target.device_map.{name}: no such module; accepted: '' (all), {known}, and those in them"
-            )
+            raise ConfigError(f"target.device_map.{name}: no such module; accepted: {ALL}, {known}, and those in them")
     for weight, _ in model.named_parameters():
         if not any(not name or weight.startswith(f"{name}.") for name in device_map):
             raise ConfigError(f"target.device_map: says no device for {weight}; name a module that holds it")

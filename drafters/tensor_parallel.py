@@ -30,9 +30,9 @@ def leading(target: "FrozenTarget", ranks: Ranks) -> Iterator[None]:
     target.states = states  # type: ignore[method-assign]
     try:
         yield
+        ranks.share(None)  # of an error that leaves, Ranks tells them
     finally:
         target.states = plain  # type: ignore[method-assign]
-        ranks.share(None)
 
 
 def follow(target: "FrozenTarget", ranks: Ranks) -> None:

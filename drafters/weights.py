@@ -282,6 +282,6 @@ def _pretrained(folder: Path, **options: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """And the next, where the first only announces it."""
-    lines = (str(error) or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    """And all others, where the first only announces them."""
+    lines = [line.strip() for line in (str(error) or type(error).__name__).strip().splitlines()]
+    return " ".join(lines if lines[0].endswith(":") else lines[:1])

@@ -116,7 +116,7 @@ def scheme_of(quant: str, *, dtype: str = "bf16") -> Scheme:
     if quant not in SCHEMES:
         raise ConfigError(f"quant: got '{quant}'; accepted: none, {', '.join(SCHEMES)}")
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
+        raise ConfigError(f"to.dtype: got '{dtype}'; accepted: {', '.join(DTYPES)}")
     return replace(SCHEMES[quant], scale_dtype=dtype)
 
 

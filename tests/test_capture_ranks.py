@@ -13,7 +13,8 @@ from drafters import storage
 from drafters.cache import HiddenCache, Manifest
 from drafters.storage import LocalFolder
 from tests.cache_cases import Recorder, captured, content
-from tests.door_world import ROOT, make_world
+from tests.door_world import make_world
+from tests.processes import torchrun
 from tests.tiny import tiny_target
 
 SCRIPT = """
@@ -184,14 +185,10 @@ def test_the_door_in_two_processes_into_a_url(tmp_path):
     settings = [f"target.weights={world}/target", "target.name=tiny", "target.sha256=null", "target.mask_token=0"]
     settings += ["target.layer_ids=[0,2]", "target.dtype=float32", "source=jsonl", f"source.path={world}/chats.jsonl"]
     settings += ["cache.tokens_per_shard=200", "data.validation=0.2", "device=cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DRAFTERS_CACHE": str(tmp_path / "d")}
     runs = {}
     for size, root in ((1, tmp_path / "local"), (2, f"file://{tmp_path}/store")):
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        command = [sys.executable, *(start if size > 1 else []), "-m", "data.capture", *settings, f"cache.root={root}"]
-        runs[size] = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
-        )
+        command = ["-m", "data.capture", *settings, f"cache.root={root}"]
+        runs[size] = torchrun(*command, size=size, timeout=150, DRAFTERS_CACHE=str(tmp_path / "d"))
         assert runs[size].returncode == 0, runs[size].stderr
     (local,), (stored,) = (tmp_path / "local").iterdir(), (tmp_path / "store").iterdir()
     one, two = content(local), content(stored)

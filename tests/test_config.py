@@ -98,7 +98,7 @@ def test_plain_dicts_and_interpolations_are_taken_too():
         ("{size: 3, ids: 4}", r"^drafter\.ids: got 4;"),
         ("{size: 3, inner: {rank: high}}", r"^drafter\.inner\.rank: got 'high';"),
         ("{size: 3, inner: 5}", r"^drafter\.inner: got 5; expected settings by name: rank, name"),
-        ("{size: -1}", r"^drafter: size: got -1; accepted: 0 or more"),
+        ("{size: -1}", r"^drafter.size: got -1; accepted: 0 or more"),
         ("[1, 2]", r"^drafter: got \[1, 2\]; expected settings by name: size"),
     ],
 )

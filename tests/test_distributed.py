@@ -1,18 +1,15 @@
 # Several processes as one: the exchanges of two real ranks, and how a failure of one ends both.
 
-import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from drafters.distributed import Launch, Ranks, find_launch
 from drafters.errors import ConfigError, DataError
+from tests.processes import ROOT, as_ranks, slurm_world, torch_world, torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 OPENING = """
 import os, sys, time, warnings
 from datetime import timedelta
@@ -34,38 +31,9 @@ time.sleep(60)
 RANKS = "with door(), Ranks.from_environment() as ranks:\n"
 
 
-def torch_world(rank, port):
-    world = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-
-
-def slurm_world(rank, port):
-    world = dict(SLURM_JOB_ID="123456", SLURM_STEP_ID="2", SLURM_NTASKS="2", SLURM_STEP_NODELIST="127.0.0.1")
-    return {**world, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}
-
-
 def start(body, world=torch_world):
-    """Two processes that run `body` as ranks; their (exit code, stdout, stderr), in the order of ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", OPENING + body],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **world(rank, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    return [(process.returncode, *output) for process, output in zip(running, outputs, strict=True)]
+    """What two processes say that run `body` as ranks."""
+    return as_ranks(OPENING + body, world)
 
 
 def test_alone_everything_is_ones_own(monkeypatch):
@@ -296,8 +264,6 @@ dist.destroy_process_group()
 """
     script = tmp_path / "script.py"
     script.write_text(OPENING + body)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = torchrun(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[0, 1]") == 2

@@ -226,8 +226,8 @@ def test_another_vocabulary_is_refused(tmp_path, tokenizer):
 def test_wrong_settings_are_named(tmp_path, tokenizer, target):
     path = "drafters.heads.draft_model.DraftModel"
     for settings, message in (
-        ({"block_size": 0}, "drafter: block_size: got 0"),
-        ({"dtype": "float8"}, "drafter: dtype: got 'float8'; accepted: bfloat16"),
+        ({"block_size": 0}, "drafter.block_size: got 0"),
+        ({"dtype": "float8"}, "drafter.dtype: got 'float8'; accepted: bfloat16"),
         ({"weight": "a"}, "drafter.weight: unknown"),
     ):
         with pytest.raises(ConfigError, match=message):

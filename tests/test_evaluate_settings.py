@@ -143,7 +143,7 @@ def test_show_takes_the_prompts_of_a_source(world, run, capsys):
         (["run=ngrams"], ConfigError, r"^run: got 'ngrams', which is no folder and no baseline; accepted: .*ngram, dr"),
         (["run=null", "compare=[ngram,a/b]"], CheckpointError, r"no folder a/b"),
         (["run={world}"], CheckpointError, r"^run: .* is not a run of train.py"),
-        (["baselines.ngram.max_ngram=0", "run=ngram"], ConfigError, r"^baselines.ngram: max_ngram: got 0; accepted: 1"),
+        (["baselines.ngram.max_ngram=0", "run=ngram"], ConfigError, r"^baselines.ngram.max_ngram: got 0; accepted: 1"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, list) else "",
 )

@@ -185,10 +185,10 @@ def test_the_default_is_a_quarter_of_the_layers(target):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size": 0}, r"^drafter: block_size: got 0; accepted: 1 or more"),
-        ({"adapter": {"size": 0}}, r"^drafter.adapter: size: got 0; accepted: 1 or more"),
+        ({"block_size": 0}, r"^drafter.block_size: got 0; accepted: 1 or more"),
+        ({"adapter": {"size": 0}}, r"^drafter.adapter.size: got 0; accepted: 1 or more"),
         ({"adapter": {"width": 4}}, r"^drafter.adapter.width: unknown setting; accepted: size"),
-        ({"adapter": None, "draft_vocab_size": 9}, r"^drafter: draft_vocab_size: got 9; accepted: null"),
+        ({"adapter": None, "draft_vocab_size": 9}, r"^drafter.draft_vocab_size: got 9; accepted: null"),
         ({"exit": 1}, r"^drafter.exit: unknown setting"),
     ],
 )

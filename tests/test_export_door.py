@@ -79,7 +79,7 @@ WRONG = [
     (("quant=int3",), r"^quant: got 'int3'; accepted: none, int8, int4, fp8"),
     (("to=packed",), r"^quant: got 'none' with to=packed; accepted: int8, int4"),
     (("to=gguf", "quant=fp8"), "fp8"),
-    (("to.dtype=f8",), r"^to: dtype: got 'f8'; accepted: bf16, f16, f32"),
+    (("to.dtype=f8",), r"^to.dtype: got 'f8'; accepted: bf16, f16, f32"),
     (("+to.much=1",), r"^to\.much: unknown setting"),
     (("to=mtp",), "to=mtp: got a drafter of the family"),
     (("num_prompts=0",), "num_prompts: got 0"),

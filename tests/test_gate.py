@@ -271,10 +271,10 @@ def test_settings_build_a_gate():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"probe_share": 0.0}, r"schedule: probe_share: got 0.0; accepted: above 0 and below 1"),
-        ({"credit": math.inf}, r"schedule: credit: got inf; accepted: a number of tokens above 0"),
-        ({"inner": 3}, r"schedule: inner: got 3; accepted: a scheduler"),
-        ({"inner": {"_target_": f"{HERE}.schedulers.Fixed", "length": -1}}, r"schedule.inner: length: got -1"),
+        ({"probe_share": 0.0}, r"schedule.probe_share: got 0.0; accepted: above 0 and below 1"),
+        ({"credit": math.inf}, r"schedule.credit: got inf; accepted: a number of tokens above 0"),
+        ({"inner": 3}, r"schedule.inner: got 3; accepted: a scheduler"),
+        ({"inner": {"_target_": f"{HERE}.schedulers.Fixed", "length": -1}}, r"schedule.inner.length: got -1"),
         ({"inner": {"_target_": f"{HERE}.schedulers.Fixd"}}, r"schedule.inner._target_: module .* has no 'Fixd'"),
         ({"probes": 1}, r"schedule.probes: unknown setting"),
     ],

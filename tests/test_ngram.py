@@ -139,9 +139,9 @@ def test_drafters_without_weights_save_and_load(target, tmp_path, cls, settings)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_ngram": 1, "min_ngram": 2}, "drafter: max_ngram: got 1; accepted: 2"),
-        ({"min_ngram": 0}, "drafter: min_ngram: got 0"),
-        ({"block_size": 0}, "drafter: block_size: got 0"),
+        ({"max_ngram": 1, "min_ngram": 2}, "drafter.max_ngram: got 1; accepted: 2"),
+        ({"min_ngram": 0}, "drafter.min_ngram: got 0"),
+        ({"block_size": 0}, "drafter.block_size: got 0"),
         ({"max_ngrams": 2}, "drafter.max_ngrams: unknown"),
     ],
 )

@@ -1,9 +1,6 @@
 # evaluate.py as several processes: one report, with the numbers of one process; one message where it fails; and a
 # measurement that two began is finished by one.
 
-import os
-import subprocess
-import sys
 import time
 from dataclasses import fields
 
@@ -13,6 +10,7 @@ import evaluate
 from drafters.decoding import runner
 from drafters.decoding.comparison import Comparison
 from tests.door_world import ROOT, make_run, settings, write_rows
+from tests.processes import torchrun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Rank 1 ends without a word in place of its fourth decoding after the warm-up.
@@ -47,17 +45,7 @@ def command(world):
 
 def in_two(*overrides, script="evaluate.py", timeout=100):
     """What two processes say: (exit code, stdout, stderr)."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(
-        [*start, str(script), *overrides],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = torchrun(script, *overrides, timeout=timeout)
     return done.returncode, done.stdout, done.stderr
 
 

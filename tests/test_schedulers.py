@@ -233,8 +233,8 @@ def test_settings_build_schedulers(node, built):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("Fixed", {"length": -1}, r"schedule: length: got -1; accepted: 0 or more"),
-        ("Threshold", {"threshold": 1.5}, r"schedule: threshold: got 1.5; accepted: 0 to 1"),
+        ("Fixed", {"length": -1}, r"schedule.length: got -1; accepted: 0 or more"),
+        ("Threshold", {"threshold": 1.5}, r"schedule.threshold: got 1.5; accepted: 0 to 1"),
         ("Threshold", {"threshold": float("nan")}, r"threshold: got nan"),
         ("Prefix", {"early": True}, r"schedule.early: unknown setting; accepted: whole_round"),
     ],

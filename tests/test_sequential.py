@@ -176,5 +176,5 @@ def test_the_loss_of_a_drafter_with_the_head(target, node, from_anchor):
 
 @pytest.mark.parametrize("node", SHIPPED, ids=IDS)
 def test_a_rank_that_is_none_is_refused(node):
-    with pytest.raises(ConfigError, match=r"drafter.sequential: rank: got 0; accepted: 1 or more"):
+    with pytest.raises(ConfigError, match=r"drafter.sequential.rank: got 0; accepted: 1 or more"):
         build_config({**node, "rank": 0}, key="drafter.sequential")

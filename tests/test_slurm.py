@@ -203,4 +203,4 @@ def test_a_job_that_fails_is_named(world, tmp_path):
     assert job.returncode == 1
     assert "Traceback" not in told
     (log,) = re.findall(r"error: not trained: bad; its log says why: (\S+)", told)
-    assert "error: optim: lr: got -1.0; must be above 0" in Path(log).read_text()
+    assert "error: optim.lr: got -1.0; must be above 0" in Path(log).read_text()

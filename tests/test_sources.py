@@ -386,7 +386,7 @@ def test_settings_from_yaml_are_typed():
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**70])
 def test_seeds_have_a_range(seed):
-    with pytest.raises(ConfigError, match=f"data: seed: got {seed}; accepted"):
+    with pytest.raises(ConfigError, match=f"data.seed: got {seed}; accepted"):
         typed(DataConfig, {"seed": seed}, key="data")
     assert typed(DataConfig, {"seed": 2**63 - 1}, key="data").seed == 2**63 - 1
 

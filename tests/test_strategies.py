@@ -3,18 +3,17 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from safetensors.torch import load_file
 
 from drafters.distributed import Ranks
-from drafters.errors import ConfigError
+from drafters.errors import CheckpointError, ConfigError
 from drafters.training.strategies import ZeroStrategy, check_kind, check_strategy, num_processes, placement
-from tests.door_world import ROOT
+from tests.processes import torchrun
 from tests.strategy_worker import CASES, SHARDED, STEPS, ZERO, Case, silent_world, train
 from tests.training_doubles import LIGHTNING_NOISE
 
@@ -26,10 +25,7 @@ ZEROS = [name for name in CASES if name.startswith("zero")]
 
 def by_two(folder, names):
     """Train the cases `names` by two processes: what each saw."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*start, "-m", "tests.strategy_worker", str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = torchrun("-m", "tests.strategy_worker", folder, *names, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: json.loads((folder / name / "seen.json").read_text()) for name in names}
 
@@ -113,6 +109,27 @@ def test_what_a_strategy_cannot_do_is_refused(tmp_path):
         (parts / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     refused("is of 3 processes, these are 2; start 3", {"strategy": ZERO}, parts.parent)
     check_strategy({"strategy": ZERO}, parts.parent, averages=False, size=3)
+
+
+def test_a_part_that_is_missing_or_damaged_is_one_error(tmp_path, monkeypatch):
+    parts = tmp_path / "last.ckpt" / "checkpoint"
+    parts.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"resume: .*last\.ckpt is damaged: the part of process 0 is missing"):
+        check_strategy({"strategy": ZERO}, parts.parent, averages=False, size=2)
+    for rank in (0, 2):
+        (parts / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    with pytest.raises(CheckpointError, match=r"the part of process 1 is missing; remove it to start anew"):
+        check_strategy({"strategy": ZERO}, parts.parent, averages=False, size=2)
+
+    def load(reason):
+        monkeypatch.setattr(DeepSpeedStrategy, "load_checkpoint", Mock(side_effect=reason))
+        ZeroStrategy.load_checkpoint(object.__new__(ZeroStrategy), parts.parent)
+
+    for reason in (EOFError("Ran out of input"), RuntimeError("PytorchStreamReader failed"), AssertionError()):
+        with pytest.raises(CheckpointError, match=r"^resume: .*last\.ckpt is damaged: (Ran|Pytorch|AssertionError)"):
+            load(reason)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        load(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
 
 
 def test_strategies_are_ours_or_lightnings_own_data_parallel():

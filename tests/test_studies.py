@@ -153,17 +153,17 @@ def test_what_is_missing_is_named(world, studied):
         (
             ["task=calibrate", "task.method=best"],
             ConfigError,
-            r"^task: method: got 'best'; accepted: temperature, affine, beta",
+            r"^task.method: got 'best'; accepted: temperature, affine, beta",
         ),
-        (["task=calibrate", "task.signal=best"], ConfigError, r"^task: signal: got 'best'; accepted: auto, confidence"),
+        (["task=calibrate", "task.signal=best"], ConfigError, r"^task.signal: got 'best'; accepted: auto, confidence"),
         (["task=profile", "task.rows=[0]"], ConfigError, r"rows: got \[0\]"),
-        (["task=simulate", "task.concurrency=[1,0]"], ConfigError, r"^task: concurrency: got \[0\]; accepted"),
+        (["task=simulate", "task.concurrency=[1,0]"], ConfigError, r"^task.concurrency: got \[0\]; accepted"),
         (["task=show", "schedule=prefix"], ConfigError, r"^schedule: it is for task=measure; task=show decodes"),
         (["task=calibrate", "schedule=off"], ConfigError, r"^schedule: it is for task=measure; task=calibrate"),
         (["task=sweep", "+task.much=1"], ConfigError, "much"),
         (["schedule=fixed", "length=2"], ConfigError, r"^schedule: it decides how many drafts are verified"),
         (["schedule=fixed", "schedule.length=9"], ConfigError, r"^schedule\.length: got 9; accepted: 0 to 3"),
-        (["schedule=threshold", "schedule.threshold=2"], ConfigError, r"^schedule: threshold: got 2"),
+        (["schedule=threshold", "schedule.threshold=2"], ConfigError, r"^schedule.threshold: got 2"),
     ):
         with pytest.raises(error, match=message):
             evaluated(f"run={bare}", *on(world), *overrides)

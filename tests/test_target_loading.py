@@ -1,10 +1,6 @@
 # Targets that no single device holds: layers on the disk or on several devices, and weights split over processes. Their
 # states, logits and drafts are those of the plain target, and neither a run nor a cache knows the difference.
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +15,10 @@ from drafters.target_loading import Placement, head_is_tied
 from drafters.tensor_parallel import follow, leading
 from drafters.types import Needs
 from tests.door_world import settings, train_overrides, write_rows
+from tests.processes import torchrun
 from tests.tiny import tiny_llama
 from tests.tiny_chat import tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 SPREAD = {
     "model.embed_tokens": "cpu",
     "model.layers.0": "cpu",
@@ -110,8 +106,16 @@ def test_placement_is_no_part_of_a_cache_key(folder):
     [
         ({"device_map": "balanced"}, None, r"target.device_map: got 'balanced'; accepted: null, auto, or a device"),
         ({"device_map": {}}, None, r"target.device_map: got {}; accepted"),
-        ({"device_map": {"lm_head": "meta"}}, None, r"target.device_map.lm_head: got 'meta'; accepted"),
-        ({"device_map": {"lm_head": None}}, None, r"target.device_map.lm_head: got None; accepted"),
+        (
+            {"device_map": {"lm_head": "meta"}},
+            None,
+            r"target.device_map.lm_head: got 'meta': it is no place",
+        ),
+        (
+            {"device_map": {"lm_head": None}},
+            None,
+            r"target.device_map.lm_head: got None: it is no place",
+        ),
         ({"device_map": {"lm_head": "tpu9"}}, None, r"target.device_map.lm_head: got 'tpu9': .*; accepted"),
         ({"device_map": {"lm_head": "cpu"}}, None, r"target.device_map: says no device for model.embed_tokens.weight"),
         (
@@ -165,18 +169,6 @@ def test_the_process_that_leads_tells_each_pass_to_those_that_follow():
     assert [one is None for one in ranks.sent] == [False, True]
     follow(other, Queue(ranks.sent))
     assert [one.tolist() for one in made] == [[1]]
-
-
-def torchrun(*command):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
 
 
 @pytest.mark.slow

@@ -266,17 +266,19 @@ def _check(target: "FrozenTarget", drafter: Drafter | None, prompts: Sequence[Te
     """The most drafts a row. Raises ConfigError and DataError."""
     check_sampling(config.sampling)
     if not config.rows or min(config.rows) < 1 or len(set(config.rows)) < len(config.rows):
-        raise ConfigError(f"rows: got {list(config.rows)}; accepted: different whole numbers, 1 or more, at least one")
+        raise ConfigError(
+            f"task.rows: got {list(config.rows)}; accepted: different whole numbers, 1 or more, at least one"
+        )
     for name, value, least in (("repeats", config.repeats, 1), ("warmup", config.warmup, 0)):
         if value < least:
-            raise ConfigError(f"{name}: got {value}; accepted: {least} or more")
+            raise ConfigError(f"task.{name}: got {value}; accepted: {least} or more")
     most = None if drafter is None else drafter.block_size
     length = most if config.max_length is None else config.max_length
     if length is None:
-        raise ConfigError("max_length: got null without a drafter; accepted: 1 or more, the most drafts to verify")
+        raise ConfigError("task.max_length: got null without a drafter; accepted: 1 or more, the most drafts to verify")
     if length < 1 or (most is not None and length > most):
         upto = "or more" if most is None else f"to {most}, the drafter's block size"
-        raise ConfigError(f"max_length: got {length}; accepted: 1 {upto}")
+        raise ConfigError(f"task.max_length: got {length}; accepted: 1 {upto}")
     if config.max_new_tokens < length + 3:
         raise ConfigError(
             f"max_new_tokens: got {config.max_new_tokens}; accepted: {length + 3} or more, since the first token comes "

@@ -3,13 +3,14 @@
 # Trainer, the logger) are built at the door, which knows hydra; what they may be is said here.
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from drafters.cache_writer import CaptureConfig
 from drafters.computing import Computing
 from drafters.config import build_config, typed
 from drafters.decoding.measure import MeasureConfig
+from drafters.door import check_target
 from drafters.errors import ConfigError
 from drafters.heads.base import Drafter
 
@@ -34,11 +35,24 @@ OWN = ("compile", "activation_checkpointing")  # settings of `trainer` that are 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """`resume`: whether to go on in a folder that was begun with other settings. `warm_start`: a run to begin from."""
+class RunSettings:
+    """The settings of a run that belong to no group. `resume`: whether to go on in a folder that was begun with other
+    settings. `warm_start`: a run to begin from."""
 
-    resume: bool
-    warm_start: str | None
+    name: str
+    outputs: str
+    resume: bool = False
+    warm_start: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(
+                f"name: got '{self.name}'; accepted: the name of a folder, since a run lies in outputs/<name>"
+            )
+        for key in ("outputs", "warm_start", "device"):
+            if getattr(self, key) == "":
+                raise ValueError(f"{key}: got ''; accepted: text" + (", or null" if key != "outputs" else ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +94,10 @@ class Plan:
 def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
     """The plan of plain `settings`; `data` is the dataclass that types their `data`. Raises ConfigError for the first
     setting that is unknown or wrong."""
-    name = settings["name"]
-    if not name or "/" in str(name):
-        raise ConfigError(f"name: got '{name}'; accepted: the name of a folder, since a run lies in outputs/<name>")
+    run = typed(
+        RunSettings, {one.name: settings[one.name] for one in fields(RunSettings) if one.name in settings}, key=""
+    )
+    check_target(settings["target"])
     measured = dict(settings["report"])
     held_out = {"num_prompts": measured.pop("num_prompts", "???")}
     drafter = build_config(settings["drafter"], key="drafter")
@@ -92,9 +107,8 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
             "target=NAME, or beside a run with compare="
         )
     profiler = settings.get("profiler")
-    beginning = typed(Beginning, {key: settings[key] for key in ("resume", "warm_start")}, key="")
     return Plan(
-        name=str(name),
+        name=run.name,
         source=build_config(settings["source"], key="source")[1],
         data=typed(data, settings["data"], key="data"),
         cache=typed(CaptureConfig, settings["cache"], key="cache"),
@@ -103,8 +117,8 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
         callbacks=build_config(settings["callbacks"], key="callbacks")[1],
         num_prompts=typed(HeldOut, held_out, key="report").num_prompts,
         report=typed(MeasureConfig, measured, key="report"),
-        resume=beginning.resume,
-        warm_start=beginning.warm_start,
+        resume=run.resume,
+        warm_start=run.warm_start,
         logger=logger,
         profiler=build_config(profiler, key="profiler")[1] if profiler else None,
     )
@@ -115,8 +129,10 @@ def check_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, (value, reason) in DECIDED.items():
         if settings.get(name, value) != value:
             raise ConfigError(f"trainer.{name}: got {settings[name]!r}; accepted: {value}, since {reason}")
-    if settings.get("val_check_interval") == 0:
-        raise ConfigError("trainer.val_check_interval: got 0; must be above 0")
+    for name in ("val_check_interval", "log_every_n_steps", "num_nodes"):
+        value = settings.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"trainer.{name}: got {value!r}; accepted: a number above 0")
     window = settings.get("accumulate_grad_batches", 1)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ConfigError(f"trainer.accumulate_grad_batches: got {window!r}; accepted: a number of batches, 1 or more")

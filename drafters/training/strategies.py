@@ -5,6 +5,8 @@
 # Lightning's strategies name LightningModule; these serve DistillModule alone.
 
 import os
+import pickle
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
@@ -27,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from drafters.config import locate
-from drafters.distributed import Ranks
+from drafters.distributed import Ranks, is_lost
 from drafters.errors import CheckpointError, ConfigError, DraftersError
 from drafters.heads.base import Drafter
 from drafters.types import Losses
@@ -52,6 +55,11 @@ __all__ = [
 AUTO, SRUN = "auto", "srun"  # values of trainer.devices beside numbers
 # Some drafters leave a part out (a head whose loss has no weight), so the reduction has to ask which parts were used.
 DATA_PARALLEL = "ddp_find_unused_parameters_true"
+# What torch, DeepSpeed and Lightning raise for parts of a checkpoint that cannot be read.
+UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError),
+    *(pickle.UnpicklingError, MisconfigurationException),
+)
 NAMED = (AUTO, "ddp", DATA_PARALLEL)
 
 
@@ -167,6 +175,19 @@ class ZeroStrategy(DeepSpeedStrategy):
         zero = self.config.setdefault("zero_optimization", {})
         zero.setdefault("stage3_param_persistence_threshold", 0)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Raises CheckpointError where a part is damaged or missing; Ranks ends those who wait for it."""
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        except UNREADABLE as error:
+            if isinstance(error, RuntimeError) and is_lost(error):
+                raise
+            raise _damaged(checkpoint_path, (str(error) or type(error).__name__).splitlines()[0]) from error
+
+
+def _damaged(path: Path | str, reason: str) -> CheckpointError:
+    return CheckpointError(f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name=")
+
 
 def check_kind(settings: Mapping[str, Any]) -> None:
     """Raises ConfigError where the trainer's `settings` name a strategy that this module does not serve."""
@@ -207,9 +228,22 @@ def check_strategy(settings: Mapping[str, Any], checkpoint: Path | None, *, aver
         raise ConfigError(
             f"trainer.strategy: {checkpoint} was written by {kind}; go on with that, or choose another name="
         )
-    parts = len(list(checkpoint.glob("checkpoint/*_optim_states.pt"))) if is_zero else size
-    if parts != size:
-        raise ConfigError(f"trainer.devices: {checkpoint} is of {parts} processes, these are {size}; start {parts}")
+    if is_zero:
+        _check_parts(checkpoint, size)
+
+
+def _check_parts(checkpoint: Path, size: int) -> None:
+    """Raises CheckpointError where a part is missing, ConfigError where all are there but not those of `size` ranks."""
+    names = [path.name for path in checkpoint.glob("checkpoint/*_optim_states.pt")]
+    numbers = sorted(int(found[1]) for name in names if (found := re.search(r"zero_pp_rank_(\d+)_", name)))
+    if not numbers or numbers != [*range(len(numbers))]:
+        absent = min({*range(len(numbers) + 1)} - {*numbers})
+        raise _damaged(checkpoint, f"the part of process {absent} is missing")
+    if len(numbers) != size:
+        raise ConfigError(
+            f"trainer.devices: {checkpoint} is of {len(numbers)} processes, these are {size}; start {len(numbers)} "
+            "(or its last part was lost: then choose another name=)"
+        )
 
 
 def is_deepspeed(strategy: Any) -> bool:
