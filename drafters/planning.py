@@ -38,7 +38,7 @@ ROW_BYTES = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize 
 # Of a trained parameter, all float32: itself, its gradient, two moments of AdamW.
 MASTER_BYTES = {"weights": 4, "gradients": 4, "AdamW": 8}
 FEW_ROWS, TRIAL_OPERATIONS = 512, (40 * 10**9, 4 * 10**12)  # of a trial of products: on a CPU, on a GPU
-SMALL_HEADS = (8, 12, 16)
+SMALL_HEADS = (8, 16, 24)
 
 
 def stored_bytes(codec: Codec, *, hidden_size: int, num_layers: int, num_tokens: int, num_last: int) -> int:
@@ -75,8 +75,8 @@ class LiveBytes(TorchDispatchMode):
 def activation_bytes(kind: tuple[Any, Any], spec: TargetSpec, examples: Sequence[Example]) -> int | None:
     """The most memory that a drafter's loss of a batch of `examples` takes beside weights and batch, in bf16 products.
 
-    `kind` is a drafter's class and config. The real loss runs on copies of the drafter and target whose heads are 8, 12
-    and 16 wide, with all other widths in proportion: what it keeps grows with the width, and with its square where
+    `kind` is a drafter's class and config. The real loss runs on copies of the drafter and target whose heads are 8, 16
+    and 24 wide, with all other widths in proportion: what it keeps grows with the width, and with its square where
     weights are cast, so three copies tell the full one. None where the copy is not smaller (a drafter that takes its
     sizes from elsewhere).
     """

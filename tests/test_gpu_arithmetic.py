@@ -64,8 +64,6 @@ def test_the_references_step(case):
     assert sum(found.values()) - attention == work.total - work.attention
     # torch counts that a fused backward pass computes scores again: 7 products, where 6 are needed.
     assert attention * 6 == work.attention * 7
-    if drafter.vocab is None:  # else the offset's columns are much of a toy's width
-        assert work.vocabulary > of_step(drafter, batch).vocabulary
 
 
 @pytest.mark.parametrize("name", ["qwen3_4b", "qwen3_8b"])
