@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all engines check format clean
+.PHONY: help setup demo test test-all engines peers check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,14 @@ test-all: $(STAMP)  ## every test, slow ones included
 
 engines: $(STAMP)  ## serve exports with real engines, each in an environment of its own (see docs/export.md)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m engines $(ARGS)
+
+# Its own requirements name torchvision and torchaudio, which training steps do not need.
+peers: $(STAMP)  ## an environment with speculators, for `DRAFTERS_SPECULATORS=.venv-speculators/bin/python python -m tests.bench`
+	test -x .venv-speculators/bin/python || $(BIN)/python -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
+	  torch transformers datasets loguru pydantic-settings typer
+	.venv-speculators/bin/python -m pip --disable-pip-version-check install -qq --no-deps \
+	  speculators==0.9.0 hs-connectors==0.9.0
 
 check: $(STAMP)  ## lint, format, spelling, types, notebook outputs: changes nothing
 	$(BIN)/ruff check .

@@ -46,6 +46,14 @@ def test_compiled_layers_learn_the_same(name, recompute):
 
 def test_settings():
     assert how_computed({}) == Computing()
-    assert how_computed({"compile": True, "activation_checkpointing": True}) == Computing(compile=True, recompute=True)
+    assert how_computed({"compile": True, "activation_checkpointing": True}) == Computing(
+        compile=True, compile_loss=True, recompute=True
+    )
     with pytest.raises(ConfigError, match=r"trainer\.compile: got 'max'; accepted: true, false"):
         how_computed({"compile": "max"})
+
+
+def test_compiling_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/such/compiler",))
+    with pytest.raises(ConfigError, match=r"trainer\.compile: got True, but torch finds no C\+\+ compiler"):
+        how_computed({"compile": True})

@@ -84,8 +84,8 @@ def test_a_plan_refuses_what_the_capture_would(name):
 
 def test_the_settings_of_a_target_stand_once():
     assert set(TargetConfig.__dataclass_fields__) == set(TARGET_KEYS)
-    with pytest.raises(ConfigError, match=r"^target\.wieghts: unknown setting"):
-        check_target({"wieghts": "x"})
+    with pytest.raises(ConfigError, match=r"^target\.weightz: unknown setting"):
+        check_target({"weightz": "x"})
 
 
 def test_devices_of_modules():

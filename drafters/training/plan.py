@@ -145,7 +145,23 @@ def how_computed(settings: Mapping[str, Any]) -> Computing:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise ConfigError(f"trainer.{name}: got {value!r}; accepted: true, false")
-    return Computing(compile=given["compile"], recompute=given["activation_checkpointing"])
+    if given["compile"]:
+        _check_compiler()
+    return Computing(
+        compile=given["compile"], compile_loss=given["compile"], recompute=given["activation_checkpointing"]
+    )
+
+
+def _check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"trainer.compile: got True, but torch finds no C++ compiler ({one_line(error)}); install g++ or clang, or "
+            "name it by CXX=; or set trainer.compile=false"
+        ) from error
 
 
 def one_line(error: Exception) -> str:
