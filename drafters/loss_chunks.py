@@ -1,5 +1,5 @@
 # How many rows of vocabulary-wide tensors a loss works on at once. On a CPU few, which stay in the cache; on a GPU as
-# many as keep it busy: three rows of 152k tokens are a kernel of microseconds, a chunk of 256 reads all vocabulary rows
+# many as keep it busy: three rows of 152k tokens are a kernel of microseconds, a chunk of 384 reads all vocabulary rows
 # from memory for hardly more arithmetic than that takes.
 
 import torch
@@ -8,7 +8,7 @@ __all__ = ["chunk_rows", "scratch_rows"]
 
 # Elements of one float scratch tensor. CPU: four of them stay in the last-level cache. GPU: a kernel of 0.1 ms or more.
 CPU_ELEMENTS, GPU_ELEMENTS = 2**19, 2**26
-CPU_CHUNK = 256
+CPU_CHUNK = 384
 # Bytes of a chunk's tensors on a GPU, the products in bfloat16 and the target's distribution in float32, of which the
 # GPU spares this part at most.
 GPU_BYTES, GPU_PART, BYTES = 2 * 2**30, 16, 2 + 2 + 4

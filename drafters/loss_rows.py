@@ -66,9 +66,10 @@ class Gradient(NamedTuple):
 
 
 class Rows(Protocol):
-    """A way to compute; `num_rows` is how many rows it takes at once."""
+    """A way to compute: `num_rows` at once; `target_buffer` is where the target's products lie."""
 
     num_rows: int
+    target_buffer: str
 
     def target(self, chunk: Chunk, inverse_N: Tensor, *, reduced: bool, want: Want) -> TargetRows:
         """What rows of the target's products say. Their offset is their log-sum-exp over the whole vocabulary, so a
@@ -84,27 +85,30 @@ class Rows(Protocol):
 class InParts:
     """As many rows at a time as the device likes; nothing is compiled."""
 
+    target_buffer = "raw"  # they are not read again
+
     def __init__(self, products: VocabProducts, workspace: Workspace, *, chunk: int, like: Tensor) -> None:
         num_vocab = len(products.weight_VK)
         self.products = products
         self.num_rows = min(chunk, scratch_rows(like.device, num_vocab))
         names = ("logits", "p", "q", "work")
         self.scratch = [workspace.buffer(name, self.num_rows, num_vocab, like=like) for name in names]
-        self.q_UV = workspace.buffer("shared q", chunk, num_vocab, like=like)
+        self.workspace, self.like = workspace, like
 
     def target(self, chunk: Chunk, inverse_N: Tensor, *, reduced: bool, want: Want) -> TargetRows:
-        inside_U = self.q_UV.new_empty(len(chunk.raw_NV))
+        q_UV = self.workspace.buffer("shared q", *chunk.raw_NV.shape, like=self.like)
+        inside_U = q_UV.new_empty(len(q_UV))
         negentropy_U = torch.zeros_like(inside_U)
         for start in range(0, len(inside_U), self.num_rows):
             part = slice(start, min(start + self.num_rows, len(inside_U)))
             logits, work = (self.scratch[i][: part.stop - start] for i in (0, 3))
             self.products.read(chunk, part, logits)
-            q = torch.softmax(logits, -1, out=self.q_UV[part])
+            q = torch.softmax(logits, -1, out=q_UV[part])
             if reduced or want.kl:
                 inside_U[part] = _log_sum_exp(logits, q)
             if want.kl:
                 negentropy_U[part] = torch.mul(q, logits, out=work).sum(-1) - inside_U[part]
-        return TargetRows(inverse_N, _mass(inside_U) if reduced else None, negentropy_U, q_UV=self.q_UV)
+        return TargetRows(inverse_N, _mass(inside_U) if reduced else None, negentropy_U, q_UV=q_UV)
 
     def sums(self, chunk: Chunk, target: TargetRows, part: slice, labels_N: Tensor, want: Want) -> Sums:
         logits, p, q, work = (scratch[: part.stop - part.start] for scratch in self.scratch)
@@ -151,6 +155,8 @@ def _log_sum_exp(logits: Tensor, softmax: Tensor) -> Tensor:
 
 class AtOnce:
     """All rows of a chunk in one go, in float32 or wider; `compiled` fuses the passes."""
+
+    target_buffer = "raw of the target"
 
     def __init__(self, products: VocabProducts, *, chunk: int, compiled: bool) -> None:
         self.products, self.num_rows, self.compiled = products, chunk, compiled

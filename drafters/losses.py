@@ -233,7 +233,7 @@ class _Pass:
         argmax_U, reduced = None, self.support_V is not None
         if self.wants.metrics or (self.wants.accept and reduced and lse_U is None):
             argmax_U, lse_U = self._whole_vocabulary(states_UD)
-        chunk = self.products.multiply(states_UD, offset_N=lse_U, buffer="raw of the target")
+        chunk = self.products.multiply(states_UD, offset_N=lse_U, buffer=self.rows.target_buffer)
         found = self.rows.target(chunk, inverse_N, reduced=reduced and lse_U is not None, want=self._want)
         return found._replace(argmax_U=argmax_U)
 

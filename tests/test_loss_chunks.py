@@ -80,7 +80,7 @@ def test_rows_of_a_gpu_give_the_numbers_of_the_cpu(monkeypatch, h200, reduced, d
 
 
 def test_rows_on_a_cpu_are_few():
-    assert (chunk_rows(CPU, 151936), scratch_rows(CPU, 151936)) == (256, 3)
+    assert (chunk_rows(CPU, 151936), scratch_rows(CPU, 151936)) == (384, 3)
     assert scratch_rows(CPU, 10**9) == 1
 
 
