@@ -10,11 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.bench.contest import SPECULATORS, contest, floor_flops, product_rate
 from tests.bench.step_world import Setting
+
+if TYPE_CHECKING:
+    from drafters.heads.base import Drafter
+    from drafters.target import FrozenTarget
 
 REDUCED, WINDOW = 8192, 64
 
@@ -114,37 +119,38 @@ def capture(args: argparse.Namespace) -> None:
 
 
 def decode(args: argparse.Namespace) -> None:
-    """Milliseconds of a round by part, with an untrained drafter of the default shape."""
+    """Milliseconds of a round by part, with an untrained drafter of the default shape, by dtype and threads."""
     from omegaconf import OmegaConf
 
-    from drafters.decoding.loop import DecodeConfig, RunTimings, decode
     from drafters.door import load_target
     from tests.bench.block_step import make_drafter
     from tests.bench.capture import CONF
 
-    target = load_target(OmegaConf.to_container(OmegaConf.load(CONF / "smollm2.yaml")), device="cpu")
-    drafter = make_drafter(target.spec, num_draft=REDUCED, window=WINDOW).eval()
+    node = OmegaConf.to_container(OmegaConf.load(CONF / "smollm2.yaml"))
+    for dtype in ("bfloat16", "float32"):
+        target = load_target({**node, "dtype": dtype}, device="cpu")
+        drafter = make_drafter(target.spec, num_draft=REDUCED, window=WINDOW).eval()
+        for threads in sorted({1, args.threads}):
+            torch.set_num_threads(threads)
+            for batch_size in (1, 8):
+                for name, one in (("drafted", drafter), ("plain", None)):
+                    parts = round_parts(target, one, batch_size)
+                    cells = ", ".join(f"{part} {value:.1f}" for part, value in parts.items())
+                    title = f"decoding, {dtype}, {threads} threads, batch {batch_size}, {name}"
+                    show(title, f"{sum(parts.values()):.1f} ms a round", cells)
+
+
+def round_parts(target: "FrozenTarget", drafter: "Drafter | None", batch_size: int) -> dict[str, float]:
+    """Medians over rounds, in milliseconds: drafts, the target's pass, and the loop around them."""
+    from drafters.decoding.loop import DecodeConfig, RunTimings, decode
+
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, target.spec.vocab_size, (64,), generator=generator) for _ in range(16)]
-    for batch_size in (1, 8):
-        found: dict[str, list[RunTimings]] = {"drafted": [], "plain": []}
-        for turn in range(3):
-            for name, one in (("drafted", drafter), ("plain", None)):
-                timings = RunTimings()
-                config = DecodeConfig(max_new_tokens=32, batch_size=batch_size, stop_ids=())
-                decode(target, one, prompts[: 2 * batch_size], config, timings=timings)
-                if turn:
-                    found[name].append(timings)
-        for name, runs in found.items():
-            for part, values in parts_of(runs).items():
-                show(f"decoding, batch {batch_size}, {name}: {part}", f"{values:.2f} ms")
-
-
-def parts_of(runs: list) -> dict[str, float]:
-    """Milliseconds of a round: drafts, the target's pass, and the loop around them."""
-    rounds = sum(len(run.rounds) for run in runs)
-    parts = {"draft": "draft_s", "target's pass": "verify_s", "loop": "overhead_s"}
-    return {name: 1e3 * sum(getattr(run, key) for run in runs) / rounds for name, key in parts.items()}
+    prompts = [torch.randint(3, target.spec.vocab_size, (64,), generator=generator) for _ in range(batch_size)]
+    config = DecodeConfig(max_new_tokens=32, batch_size=batch_size, stop_ids=())
+    for _ in range(2):  # the first time warms up
+        decode(target, drafter, prompts, config, timings=(timings := RunTimings()))
+    parts = {"draft": "draft_s", "target": "verify_s", "loop": "overhead_s"}
+    return {name: 1e3 * median(getattr(cost, key) for cost in timings.rounds) for name, key in parts.items()}
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
