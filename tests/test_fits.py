@@ -71,7 +71,7 @@ def test_what_a_drafter_reads_is_captured_with_the_rest(world, monkeypatch):
             "no sequential",
         ),
         (["drafter=eagle3", "target.layer_ids=[0,1]"], r"drafter.layer_ids.1.: Interpolation key .* not found; give"),
-        (["warm_start=''"], "warm_start: got '', where no drafter is"),
+        (["warm_start=''"], "warm_start: got ''; accepted: text, or null"),
     ],
 )
 def test_nothing_is_captured_for_it(world, monkeypatch, settings, message):
