@@ -20,9 +20,10 @@ TINY = 1e-20
 
 
 class Want(NamedTuple):
-    """What is read of the rows: 1 - TV, the cross-entropy to q, and the draft's argmax."""
+    """What is read of the rows: 1 - TV, what its gradient takes, the cross-entropy to q, and the draft's argmax."""
 
     accept: bool
+    below: bool
     kl: bool
     best: bool
 
@@ -126,6 +127,7 @@ class InParts:
         accept_N = below_N = None
         if want.accept:
             accept_N = torch.minimum(p, q, out=work).sum(-1)
+        if want.below:
             below_N = torch.lt(p, q, out=work).mul_(p).sum(-1)
         return Sums(labels_N, lse_N, label_N, accept_N, below_N, cross_N, p.argmax(-1) if want.best else None)
 
@@ -178,7 +180,7 @@ class AtOnce:
         cap = None if chunk.own else self.cap
         theirs = (target.chunk.raw_NV, target.lse_U, target.mass_U, target.inverse_N, self.cap)
         call = self._call(_draft_sums, min(len(labels_N), len(target.chunk.raw_NV)))
-        lse_N, accept_N, below_N, cross_N = call(chunk.raw_NV, chunk.bias_NV, cap, theirs, want.accept, want.kl)
+        lse_N, accept_N, below_N, cross_N = call(chunk.raw_NV, chunk.bias_NV, cap, theirs, want)
         label = labels_N[:, None]
         bias = None if chunk.bias_NV is None else chunk.bias_NV.gather(1, label)
         label_N = _logits(chunk.raw_NV.gather(1, label), bias, cap)[:, 0]
@@ -225,20 +227,18 @@ def _target_probs(theirs: Theirs) -> tuple[Tensor, Tensor]:
 
 
 def _draft_sums(
-    raw_NV: Tensor, bias_NV: Tensor | None, cap: float | None, theirs: Theirs, accept: bool, kl: bool
+    raw_NV: Tensor, bias_NV: Tensor | None, cap: float | None, theirs: Theirs, want: Want
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Log-sum-exp, sum min(p, p_t), sum p [p < p_t], sum q z."""
     logits = _logits(raw_NV, bias_NV, cap)
     lse_N = logits.logsumexp(-1)
-    if not (accept or kl):
+    if not (want.accept or want.kl):
         return lse_N, None, None, None
     q, p_t = _target_probs(theirs)
-    accept_N = below_N = None
-    if accept:
-        p = (logits - lse_N[:, None]).exp()
-        accept_N = torch.minimum(p, p_t).sum(-1)
-        below_N = torch.where(p < p_t, p, 0.0).sum(-1)
-    return lse_N, accept_N, below_N, (q * logits).sum(-1) if kl else None
+    p = (logits - lse_N[:, None]).exp()
+    accept_N = torch.minimum(p, p_t).sum(-1) if want.accept else None
+    below_N = torch.where(p < p_t, p, 0.0).sum(-1) if want.below else None
+    return lse_N, accept_N, below_N, (q * logits).sum(-1) if want.kl else None
 
 
 def _draft_gradient(

@@ -250,7 +250,8 @@ class _Pass:
 
     @property
     def _want(self) -> Want:
-        return Want(accept=self.accept_N is not None, kl="kl" in self.terms, best=self.wants.metrics)
+        below = self.wants.grad and not self.terms.keys().isdisjoint(("l1", "lk"))
+        return Want(self.accept_N is not None, below, "kl" in self.terms, self.wants.metrics)
 
     def _part(self, chunk: Chunk, target: TargetRows, part: slice, *, first: int) -> None:
         """Terms of some rows, and the gradients of their logits."""
@@ -268,11 +269,11 @@ class _Pass:
             self.terms["kl"] += (w * (target.negentropy_U[target.inverse_N[part]] + cross_N)).sum()
             on_p += weights.kl * w
             on_q = -weights.kl * w
-        if self.accept_N is not None and sums.accept_N is not None and sums.below_N is not None:
+        if self.accept_N is not None and sums.accept_N is not None:
             self.accept_N[at] = sums.accept_N
-            # d accept / d z = p (1[p < pt] - sum p 1[p < pt])
             on_below = self._acceptance_terms(sums.accept_N, w)
-            if on_below is not None:
+            if on_below is not None and sums.below_N is not None:
+                # d accept / d z = p (1[p < pt] - sum p 1[p < pt])
                 on_p -= on_below * sums.below_N
         if self.agree_N is not None and target.argmax_U is not None and sums.best_N is not None:
             best_N = sums.best_N if self.support_V is None else self.support_V[sums.best_N]
