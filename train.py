@@ -344,7 +344,9 @@ def launch_in_order(*, is_submitting: bool) -> None:
 
     kind: Any = BasicLauncher
     if is_submitting:
-        from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher as kind
+        from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
+
+        kind = BaseSubmititLauncher
     launch = kind.launch
 
     def launch_jobs(self: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
