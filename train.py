@@ -332,6 +332,35 @@ def announce_jobs() -> None:
                 f"{launcher}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
                 "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
             )
+    launch_in_order(is_submitting=launcher is not None)
+
+
+def launch_in_order(*, is_submitting: bool) -> None:
+    """Let Hydra's launcher end with one line, not with a traceback, where it has no jobs or loses them."""
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # loads the launchers anew: those of before are not the ones that are used
+    from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+
+    kind: Any = BasicLauncher
+    if is_submitting:
+        from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
+
+        kind = BaseSubmititLauncher
+    launch = kind.launch
+
+    def launch_jobs(self: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        from drafters.door import door
+        from drafters.launcher import check_jobs, submitting
+
+        with door():
+            check_jobs(job_overrides)
+            if not is_submitting:
+                return launch(self, job_overrides, initial_job_idx)
+            with submitting(f"{self.config.hydra.sweep.dir}/.submitit"):
+                return launch(self, job_overrides, initial_job_idx)
+
+    kind.launch = launch_jobs
 
 
 if __name__ == "__main__":

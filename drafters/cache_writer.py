@@ -37,6 +37,13 @@ if TYPE_CHECKING:
 __all__ = ["CaptureConfig", "Crew", "Estimate", "ShardPlan", "Watcher", "cache_folder", "capture", "plan_shards"]
 
 REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.ELOOP)  # by a disk
+BROKEN = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.EFBIG,
+    errno.EISDIR,
+)  # a disk that is gone
 SPARE_BYTES = 64 * 2**20  # what a capture leaves free beside 5 % of its own size
 
 
@@ -360,8 +367,19 @@ def _disk_errors(folder: Folder) -> Iterator[None]:
                 f"cache: {error}: removed by another process, perhaps a second capture into {folder}; the same "
                 "command goes on from there"
             ) from error
+        dangling = next((path for path in folder.disk.parents if path.is_symlink() and not path.exists()), None)
+        if dangling is not None:
+            raise DataError(
+                f"cache: {dangling} is a link to {dangling.readlink()}, which is not there; mount or make it, or "
+                f"choose another {setting}"
+            ) from error
         if error.errno in REFUSED:
             raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
+        if error.errno in BROKEN:
+            raise DataError(
+                f"cache: cannot write to {folder.disk}: {error}; once that is mended, the same command goes on from "
+                f"there; or choose another {setting}"
+            ) from error
         raise
 
 

@@ -224,9 +224,14 @@ def test_other_disk_errors(target, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"cannot write to .*choose another cache.root"):
         captured(target, tmp_path / "file" / "c")
     (tmp_path / "link").symlink_to(tmp_path / "unmounted" / "scratch")
-    with pytest.raises(DataError, match=r"cannot write to .*link/c.*choose another cache.root"):
+    with pytest.raises(DataError, match=r"/link is a link to .*unmounted/scratch, which is not there; mount"):
         captured(target, tmp_path / "link" / "c")
-    for error in (OSError(errno.EIO, "broken"), SafetensorError("something else")):
+    for number in (errno.EIO, errno.ESTALE):
+        error = OSError(number, "broken")
+        monkeypatch.setattr(cache_writer, "write_shard", lambda *a, error=error, **k: (_ for _ in ()).throw(error))
+        with pytest.raises(DataError, match=r"cannot write to .*broken; once that is mended, the same command goes on"):
+            captured(target, tmp_path / "c")
+    for error in (OSError(errno.EINVAL, "wrong"), SafetensorError("something else")):
         monkeypatch.setattr(cache_writer, "write_shard", lambda *a, error=error, **k: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             captured(target, tmp_path / "c")

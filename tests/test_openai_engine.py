@@ -230,7 +230,7 @@ def test_another_job_is_refused_and_the_same_one_elsewhere_is_not(door, stub, tm
     changes = ["seed=4", "temperature=0.5", "top_p=0.5", "max_new_tokens=8", "limit=4", "+template_kwargs.a=1"]
     changes += ["engine.extra_body.top_k=5", "target.sha256=" + "0" * 64]
     for change in changes:
-        with pytest.raises(DataError, match="was begun with other prompts, settings or another target"):
+        with pytest.raises(DataError, match="was begun with other prompts, settings, another target or another model"):
             door(named, change, name="again.jsonl")
     assert (tmp_path / "again.jsonl.part").read_bytes() == part
     stub.asked.clear()

@@ -177,7 +177,7 @@ def test_anything_that_changes_the_answers_is_refused(target, tmp_path):
         regenerate(target, ROWS, out, CONFIG, progress=die)
     before = part.read_bytes()
     for change in ({"seed": 4}, {"temperature": 0.7}, {"top_p": 0.9}, {"max_new_tokens": 13}, {"batch_size": 3}):
-        with pytest.raises(DataError, match="was begun with other prompts, settings or another target"):
+        with pytest.raises(DataError, match="was begun with other prompts, settings, another target or another model"):
             regenerate(target, ROWS, out, replace(CONFIG, **change))
     with pytest.raises(DataError, match="was begun with other prompts"):
         regenerate(target, ROWS[:-1], out, CONFIG)

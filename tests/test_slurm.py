@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 import train
 from drafters import launcher
 from drafters.batches import StatesLoader
-from drafters.errors import ConfigError
+from drafters.errors import ConfigError, DraftersError
 from tests.door_world import ROOT, same_weights, train_overrides, train_settings
 from tests.slurm_doubles import calls, make_slurm
 
@@ -51,6 +51,48 @@ def test_a_launcher_that_is_not_installed_is_refused(tmp_path, monkeypatch):
         launcher.check_launcher(["-m", "hydra/launcher=slurm"], checkout=tmp_path)
 
 
+def test_a_machine_without_slurm_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="got 'slurm', and there is no srun here; run this on a login node"):
+        launcher.check_launcher(["-m", "hydra/launcher=slurm"], checkout=tmp_path)
+    assert launcher.check_launcher(["-m", "hydra/launcher=submitit_local"], checkout=tmp_path) == "submitit_local"
+
+
+@pytest.mark.parametrize("quoted", ["Error stream produced:\n--\nlog", "No output/error stream produced ! Check: x"])
+def test_a_job_without_a_result_is_named_without_its_log(quoted):
+    told = f"Job 7 (task: 0) with path P\nhas not produced any output (state: FAILED)\n{quoted}"
+    with pytest.raises(DraftersError) as error, launcher.submitting("outputs/.submitit"):
+        raise RuntimeError(told)
+    said = "hydra/launcher: Job 7 (task: 0) with path P has not produced any output (state: FAILED); logs "
+    assert str(error.value).startswith(said)
+    assert "outputs/.submitit" in str(error.value)
+
+
+def test_an_interrupt_of_the_wait_says_that_the_jobs_go_on():
+    with pytest.raises(KeyboardInterrupt, match=r"the waiting, not the jobs: .*scancel"), launcher.submitting("logs"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["drafter=glob(zzz*)"], "error: -m: got choices that name no job"),
+        (["hydra/launcher=slurm", "drafter=glob(zzz*)"], "error: -m: got choices that name no job"),
+        (["hydra/launcher=slurm", "name=one"], "error: hydra/launcher: sbatch: error: invalid partition; logs of"),
+    ],
+)
+def test_a_sweep_without_jobs_ends_with_one_line(tmp_path, overrides, said):
+    pytest.importorskip("submitit")
+    env = make_slurm(tmp_path / "slurm")
+    (tmp_path / "slurm" / "bin" / "sbatch").write_text("#!/bin/sh\necho sbatch: error: invalid partition >&2\nexit 1\n")
+    command = [sys.executable, ROOT / "train.py", "-m", *overrides, f"outputs={tmp_path}/outputs"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["-m", "drafter=markov,eagle3"], ["-m", "hydra/launcher=basic"]])
 def test_commands_without_a_cluster_are_left_alone(tmp_path, monkeypatch, arguments):
     monkeypatch.setenv("PYTHONPATH", "before")
@@ -59,6 +101,7 @@ def test_commands_without_a_cluster_are_left_alone(tmp_path, monkeypatch, argume
 
 
 def test_jobs_find_our_packages(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", make_slurm(tmp_path / "slurm")["PATH"])
     monkeypatch.setenv("PYTHONPATH", "before")
     assert launcher.check_launcher(["--multirun", "hydra/launcher=slurm"], checkout=tmp_path) == "slurm"
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "before"]
@@ -186,6 +229,7 @@ def test_a_warned_job_saves_goes_back_and_resumes(world, tmp_path):
     subprocess.run([scancel, "--signal=USR2", "1"], check=True)
     told = job.communicate(timeout=200)
     assert job.returncode == 0, told
+    wait_for(lambda: "1 ended 0" in calls(tmp_path / "slurm"))  # its result came before
     heard = [line for line in calls(tmp_path / "slurm") if "srun" not in line]
     assert heard == ["1 scancel --signal=USR2", "1 requeue", "1 ended 255", "1 ended 0"]
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 400

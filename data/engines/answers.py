@@ -100,7 +100,7 @@ class Part:
             raise DataError(f"out: {path} is damaged ({error}); remove it to begin anew") from error
         if not same:
             raise DataError(
-                f"out: {path} was begun with other prompts, settings or another target; "
+                f"out: {path} was begun with other prompts, settings, another target or another model of the server; "
                 "finish it with those, remove it, or choose another out="
             )
         os.truncate(path, sum(map(len, whole)))
