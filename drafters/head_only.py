@@ -106,7 +106,8 @@ def _files(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the names in the files."""
     try:
         if (folder / INDEX).is_file():
-            return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            files = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            return {str(name): str(Path(file)) for name, file in files.items()}
         with safe_open(folder / SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), SINGLE)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

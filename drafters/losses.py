@@ -232,7 +232,8 @@ class _Pass:
         lse_U = None if self.inputs.lse_M is None else self.inputs.lse_M[rows_U].to(self.dtype)
         argmax_U, reduced = None, self.support_V is not None
         if self.wants.metrics or (self.wants.accept and reduced and lse_U is None):
-            argmax_U, lse_U = self._whole_vocabulary(states_UD)
+            argmax_U, whole_U = self._whole_vocabulary(states_UD)
+            lse_U = whole_U if lse_U is None else lse_U  # the given one is not of products rounded to bfloat16
         chunk = self.products.multiply(states_UD, offset_N=lse_U, buffer=self.rows.target_buffer)
         found = self.rows.target(chunk, inverse_N, reduced=reduced and lse_U is not None, want=self._want)
         return found._replace(argmax_U=argmax_U)

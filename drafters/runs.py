@@ -19,7 +19,7 @@ SETTINGS = Path(".hydra") / "settings.json"
 # These may change between a run and its continuation: they do not change what is learned.
 FREE = (
     *("cwd", "name", "outputs", "run_dir", "resume", "logger", "profiler", "device", "callbacks", "report"),
-    *("target.device_map", "target.tp_plan", "data.states", "data.target_device"),
+    *("target.device_map", "target.tp_plan", "data.states", "data.target_device", "data.prefetch"),
 )
 
 

@@ -1,8 +1,10 @@
 # What a drafter may know of its target: numbers, no weights and no family names. Written into every cache and
 # every `drafter/`, so that a foreign one is refused by comparing two of these.
 
+import math
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from drafters.errors import CheckpointError, ConfigError
 
@@ -45,7 +47,8 @@ class TargetSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TargetSpec":
-        """Inverse of `to_dict`. Raises CheckpointError on a missing or unknown field (written by another version)."""
+        """Inverse of `to_dict`. Raises CheckpointError on a missing or unknown field (written by another version)
+        and on a value of a wrong kind."""
         known = {f.name for f in fields(cls)}
         required = {f.name for f in fields(cls) if f.default is MISSING}
         if wrong := sorted((values.keys() - known) | (required - values.keys())):
@@ -53,7 +56,21 @@ class TargetSpec:
                 f"target spec: fields {wrong} are unknown or missing; was it written by another version?"
             )
         fitted: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        for field in fields(cls):
+            if field.name in fitted and not _fits(fitted[field.name], field.type):
+                raise CheckpointError(f"target spec: {field.name} is {values[field.name]!r}; the file is damaged")
         return cls(**fitted)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of the kind that a field declares; numbers are finite."""
+    if isinstance(kind, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, get_origin(kind) or kind)
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], spec: TargetSpec, *, key: str = "target.layer_ids") -> None:

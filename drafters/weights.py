@@ -45,6 +45,8 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Second copies of the weights, in the layout of whoever trained them.
 HUB_COPIES = ["original/*", "metal/*", "consolidated*"]
 SOURCE_FILE = "drafters_source.json"
+# What transformers raises for a damaged or foreign file, beside what its libraries have of their own.
+FOREIGN = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 
 
 def resolve(weights: str, *, sha256: str | None = None) -> Path:
@@ -115,10 +117,11 @@ def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
 def reading(what: str) -> Iterator[None]:
     """Raises what transformers says of a damaged or foreign file as one CheckpointError, which begins with `what`."""
     from huggingface_hub.errors import StrictDataclassError  # of a config whose values are wrong
+    from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (StrictDataclassError, SafetensorError, *FOREIGN) as error:
         raise CheckpointError(f"target.weights: {what}: {_first_line(error)}") from error
 
 

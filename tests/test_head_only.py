@@ -114,6 +114,10 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     save_file({**stored, "lm_head.weight": torch.zeros(4, 4)}, folder / SINGLE)
     with pytest.raises(CheckpointError, match=r"does not fit its config\.json: .*size mismatch"):
         read_head(drawn, whole.spec, folder, device=CPU)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(stored)}))
+    with pytest.raises(CheckpointError, match=r"neither .* can be read in"):
+        read_head(drawn, whole.spec, folder, device=CPU)
+    (folder / INDEX).unlink()
     (folder / SINGLE).write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"neither .* can be read in"):
         read_head(drawn, whole.spec, folder, device=CPU)
@@ -151,6 +155,9 @@ def test_why_the_target_itself_is_needed_is_said(kept, tmp_path):
     assert "says eos_ids otherwise" in find_spec(folder, key, replace(drawn.spec, eos_ids=(7,)))
     (folder.path / SPEC).write_text("{}")
     assert "is damaged" in find_spec(folder, key, drawn.spec)
+    for name, wrong in [("embed_scale", "x"), ("logit_scale", None), ("embed_scale", float("nan")), ("tied_head", 1)]:
+        (folder.path / SPEC).write_text(json.dumps(whole.spec.to_dict() | {name: wrong}))
+        assert f"is damaged (target spec: {name} is {wrong!r}" in find_spec(folder, key, drawn.spec)
     (folder.path / SPEC).unlink()
     assert "is not there (a cache of an earlier version)" in find_spec(folder, key, drawn.spec)
     keep_spec(folder, whole.spec)

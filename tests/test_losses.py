@@ -206,6 +206,25 @@ def test_bfloat16_products_stay_close(spec, reduced):
         assert (g.double() - w).norm() < 0.05 * w.norm()
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+def test_metrics_change_no_other_number(spec, reduced):
+    """The argmax needs the whole vocabulary, whose products are rounded: the given log-sum-exp stays."""
+    head, head16 = make_head(spec), make_head(spec, dtype=torch.bfloat16)
+    exact = make_inputs(head, reduced=reduced, bias=False)
+    inputs = replace(
+        exact,
+        hidden_ND=exact.hidden_ND.detach().bfloat16().requires_grad_(),
+        target_MD=exact.target_MD.bfloat16(),
+        lse_M=exact.lse_M.float(),
+    )
+    weights = LossWeights(ce=0.5, l1=1.0, kl=0.5, chunk=8)
+    alone, measured = distill(inputs, head16, weights), distill(inputs, head16, weights, want_metrics=True)
+    assert torch.equal(measured.accept_N, alone.accept_N)
+    assert torch.equal(measured.total, alone.total)
+    (mine,), (other,) = (torch.autograd.grad(one.total, inputs.hidden_ND) for one in (alone, measured))
+    assert torch.equal(mine, other)
+
+
 def test_gradient_check_by_differences(spec):
     head = make_head(spec)
     base = make_inputs(head, reduced=True)

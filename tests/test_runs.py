@@ -69,6 +69,18 @@ def test_resume_cannot_change_what_a_checkpoint_holds(tmp_path):
     assert (tmp_path / "report.json").is_file()
 
 
+def test_how_batches_are_read_may_change_on_the_way(tmp_path):
+    begun = {**SETTINGS, "data": {"prefetch": 2, "max_tokens": 200}}
+    with claim(tmp_path, begun) as run:
+        (run.folder / "checkpoints").mkdir()
+        (run.folder / "checkpoints" / "last.ckpt").write_text("x")
+    with claim(tmp_path, {**begun, "data": {"prefetch": 0, "max_tokens": 200}}):
+        pass
+    other = {**begun, "data": {"prefetch": 2, "max_tokens": 300}}
+    with pytest.raises(CheckpointError, match=r"data\.max_tokens"), claim(tmp_path, other, resume=True):
+        pass
+
+
 def test_settings_of_another_kind_are_refused(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "settings.json").write_text("[]")

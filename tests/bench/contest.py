@@ -44,9 +44,13 @@ class Contestant:
         python = os.environ[SPECULATORS] if setting.who == "speculators" else sys.executable
         command = [python, "-m", "tests.bench.step_world", as_argument(setting)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(setting.threads)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-        )
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+            )
+        except OSError as error:
+            said = f"{setting.who}: {python!r} cannot be started ({error.strerror}); see {SPECULATORS}"
+            raise SystemExit(said) from None
         self.found = Found(setting)
         self._answer()
 
