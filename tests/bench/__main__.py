@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    if min(args.rounds, args.threads) < 1:
+        parser.error(f"--rounds {args.rounds}, --threads {args.threads}: accepted are 1 or more")
     print(f"torch {torch.__version__}, {args.threads} threads, {torch.backends.cpu.get_cpu_capability()}")
     for name in args.only:
         SECTIONS[name](args)
