@@ -23,25 +23,29 @@ from tests.contract_cases import World, tiny_world
 from tests.training_doubles import toy_trainer
 
 STEPS = 5
+BUDGET = 170  # tokens of a pass, padding included
 SHARDED = {"_target_": "drafters.training.strategies.ShardedStrategy"}
 ZERO = {"_target_": "tests.cpu_zero.CpuZero"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`batch` conversations a pass, over all ranks. `resumes` names the case whose checkpoint it takes."""
+    """`batch` conversations a pass, over all ranks, or up to `max_tokens`. `resumes`: the case whose checkpoint it
+    takes."""
 
     batch: int = 4
     accumulate: int = 1
     strategy: object = "auto"
     stop: int = STEPS
     resumes: str | None = None
+    max_tokens: int | None = None
     options: dict = field(default_factory=dict)
 
 
 CASES = {
     "ddp": Case(),
     "accumulated": Case(batch=2, accumulate=2),
+    "of a token budget": Case(max_tokens=BUDGET, accumulate=2),
     "fsdp": Case(strategy=SHARDED),
     "fsdp accumulated": Case(strategy=SHARDED, batch=2, accumulate=2),
     "fsdp begun": Case(strategy=SHARDED, stop=2),
@@ -82,7 +86,7 @@ def train(world: World, case: Case, folder: Path, ranks: Ranks) -> Watch:
         drafter = drafter_of_checkpoint(begun, type(drafter), drafter.config, world.target.spec)
     optim = OptimConfig(max_steps=case.stop, warmup_steps=0, schedule="constant", precision="float32", lr=0.01)
     module = DistillModule(drafter, world.target.head, optim)
-    batches = BatchConfig(batch_size=case.batch, seed=3)
+    batches = BatchConfig(batch_size=case.batch, max_tokens=case.max_tokens, seed=3)
     data = StatesDataModule(world, train=range(12), validation=range(4), needs=drafter.needs, config=batches)
     watch = Watch()
     callbacks = [watch, StepBudget(), SaveDrafter(folder / "drafter"), LastCheckpoint(folder)]

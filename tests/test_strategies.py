@@ -19,7 +19,8 @@ from tests.training_doubles import LIGHTNING_NOISE
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *LIGHTNING_NOISE]
 HAS_ZERO = importlib.util.find_spec("deepspeed") is not None
-PLAIN = [name for name in CASES if not name.startswith("zero")]
+BUDGETED = "of a token budget"
+PLAIN = [name for name in CASES if not name.startswith("zero") and name != BUDGETED]
 ZEROS = [name for name in CASES if name.startswith("zero")]
 
 
@@ -44,7 +45,7 @@ def alone(folder, one_thread):
 
 @pytest.fixture(scope="module")
 def plain(folder, alone):
-    return by_two(folder, PLAIN)
+    return by_two(folder, [*PLAIN, BUDGETED])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,12 @@ def check(folder, alone, name, seen):
 def test_two_processes_train_as_one(folder, alone, plain, name):
     assert len(alone.losses) == len(set(alone.losses)) == STEPS
     check(folder, alone, name, plain[name])
+
+
+def test_two_processes_share_the_steps_of_a_token_budget(folder, plain):
+    alone = train(silent_world(), CASES[BUDGETED], folder / "alone of a token budget", Ranks())
+    assert len(set(alone.losses)) == STEPS
+    assert plain[BUDGETED]["losses"] == pytest.approx(alone.losses, rel=0, abs=1e-6)
 
 
 def test_a_rank_without_anchors_takes_part(plain, alone):
