@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from drafters.computing import computing
-from drafters.loss_chunks import chunk_rows, scratch_rows
+from drafters.loss_chunks import chunk_rows
 from drafters.loss_rows import AtOnce, Gradient, InParts, Rows, TargetRows, Want
 from drafters.vocab import DraftVocab
-from drafters.vocab_products import Chunk, VocabProducts, Workspace
+from drafters.vocab_products import Chunk, Workspace, logits_in_parts
 
 if TYPE_CHECKING:
     from drafters.target import TargetHead
@@ -240,13 +240,8 @@ class _Pass:
 
     def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
         """Argmax and log-sum-exp [U] over the target's whole vocabulary."""
-        products = VocabProducts(self.head, support_V=None, dtype=states_UD.dtype, workspace=Workspace())
-        found = []
-        for states in states_UD.split(scratch_rows(states_UD.device, len(products.weight_VK))):
-            logits = self.weights_N.new_empty(len(states), len(products.weight_VK))
-            products.read(products.multiply(states), slice(None), logits)
-            found.append((logits.argmax(-1), logits.logsumexp(-1)))
-        argmax, lse = zip(*found, strict=True)
+        parts = logits_in_parts(self.head, states_UD, dtype=states_UD.dtype)
+        argmax, lse = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in parts), strict=True)
         return torch.cat(argmax), torch.cat(lse)
 
     @property

@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafters.types import Example, Needs
+from drafters.vocab_products import logits_in_parts
 
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget, TargetHead
 
 __all__ = ["PackedStates", "log_sum_exp", "predicts", "target_states"]
-
-LSE_ROWS = 128  # few enough for [128, V] float32 to stay near the CPU's caches, enough for a fast product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,4 +45,5 @@ def target_states(target: "FrozenTarget", examples: Sequence[Example], *, layer_
 @torch.inference_mode()
 def log_sum_exp(head: "TargetHead", hidden_ND: Tensor) -> Tensor:
     """Log-sum-exp [N] (float32) over the vocabulary of the logits of states after the final norm."""
-    return torch.cat([torch.logsumexp(head.logits(chunk_ND), dim=-1) for chunk_ND in hidden_ND.split(LSE_ROWS)])
+    found = [logits.logsumexp(-1) for logits in logits_in_parts(head, hidden_ND, dtype=head.lm_head_VD.dtype)]
+    return torch.cat(found).float() if found else hidden_ND.new_empty(0, dtype=torch.float32)

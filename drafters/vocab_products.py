@@ -3,16 +3,19 @@
 # the target's log-sum-exp ride along as extra columns of the same product: it is rounded once, and the logits that
 # matter lie near zero. A `Workspace` keeps what is the same in every step.
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from drafters.loss_chunks import chunk_rows, scratch_rows
+
 if TYPE_CHECKING:
     from drafters.target import TargetHead
 
-__all__ = ["Chunk", "VocabProducts", "Workspace"]
+__all__ = ["Chunk", "VocabProducts", "Workspace", "logits_in_parts"]
 
 # The offset takes two columns (its bfloat16 value and the rest); a multiple of 32 keeps the products fast.
 OFFSET_COLUMNS = 32
@@ -162,6 +165,21 @@ class VocabProducts:
         if bias_NR is None:
             return hidden_ND, None, None
         return hidden_ND, factor_NR, torch.mm(bias_grad_NV.T, bias_NR.to(bias_grad_NV.dtype))
+
+
+def logits_in_parts(head: "TargetHead", hidden_ND: Tensor, *, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Float logits [rows, V] over the whole vocabulary of states after the final norm, in order, each valid until the
+    next: products of many rows in `dtype`, which a few rows at a time become float in memory that stays in the cache.
+    """
+    products = VocabProducts(head, support_V=None, dtype=dtype, workspace=Workspace())
+    device, num_vocab = hidden_ND.device, len(products.weight_VK)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scratch = hidden_ND.new_empty(scratch_rows(device, num_vocab), num_vocab, dtype=wide)
+    for states in hidden_ND.split(chunk_rows(device, num_vocab)):
+        chunk = products.multiply(states)
+        for first in range(0, len(states), len(scratch)):
+            part = slice(first, min(first + len(scratch), len(states)))
+            yield products.read(chunk, part, scratch[: part.stop - first])
 
 
 class Workspace:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafters import loss_chunks, losses
+from drafters import loss_chunks, loss_rows, losses, vocab_products
 from drafters.loss_chunks import chunk_rows, scratch_rows
 from drafters.losses import DistillInput, LossWeights, distill
 from drafters.target import TargetHead
@@ -61,7 +61,9 @@ def test_rows_of_a_gpu_give_the_numbers_of_the_cpu(monkeypatch, h200, reduced, d
             sizes.append((name, function(device, num_vocab)))
             return sizes[-1][1]
 
-        monkeypatch.setattr(losses, name, rows)
+        for user in (losses, loss_rows, vocab_products):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, rows)
 
     monkeypatch.setattr(loss_chunks, "CPU_ELEMENTS", 3 * VOCAB)
     monkeypatch.setattr(loss_chunks, "CPU_CHUNK", 16)
