@@ -275,7 +275,8 @@ def render(plan: Plan) -> str:
     both = plan.memory_bytes + plan.target_bytes
     lines += [
         f"  {'together':22}{size(plan.memory_bytes):>12}",
-        f"  {'with the target':22}{size(both):>12}  (train.py holds it too, to measure the drafter)",
+        f"  {'with the target':22}{size(both):>12}  "
+        "(train.py holds it too, to measure the drafter; not with report=none)",
         f"  {size(plan.device_bytes)} on {plan.device}: training {verdict(plan.memory_bytes <= plan.device_bytes)}, "
         f"with the target {verdict(both <= plan.device_bytes)}",
     ]
