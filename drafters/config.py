@@ -95,14 +95,13 @@ def suited(node: Mapping[str, Any], *, key: str) -> dict[str, Any]:
         if isinstance(value, int | float) and not isinstance(value, bool) and str in kinds:
             found[name] = str(value)
         elif not (type(value) is int and float in kinds):
-            accepted = ", ".join(text for kind, text in WRITTEN.items() if kind in kinds)
-            raise ConfigError(f"{key}.{name}: got {value!r}; accepted: {accepted}")
+            raise ConfigError(f"{key}.{name}: got {value!r}; accepted: {_accepted(kinds)}")
     return found
 
 
-def _accepted(annotation: Any) -> str:
-    """The kinds of an annotation, in words."""
-    return ", ".join(text for kind, text in WRITTEN.items() if kind in (annotation, *get_args(annotation)))
+def _accepted(kinds: set[Any]) -> str:
+    """Those of `kinds` that a person can write, in words."""
+    return ", ".join(text for kind, text in WRITTEN.items() if kind in kinds)
 
 
 def _written(annotation: Any) -> set[type]:
@@ -142,7 +141,7 @@ def _typed_values(schema: type, given: dict[str, Any], *, prefix: str) -> dict[s
         kinds = {hints[name], *get_args(hints[name])}
         wants, is_bool = bool in kinds, isinstance(value, bool)
         if (wants and isinstance(value, int | float) and not is_bool) or (is_bool and not wants and str in kinds):
-            raise ConfigError(f"{prefix}{name}: got {value!r}; accepted: {_accepted(hints[name])}")
+            raise ConfigError(f"{prefix}{name}: got {value!r}; accepted: {_accepted(kinds)}")
         parts = get_args(hints[name])
         is_counted = get_origin(hints[name]) is tuple and ... not in parts
         if is_counted and isinstance(value, list | tuple) and len(value) != len(parts):

@@ -189,6 +189,8 @@ class _Pass:
         self.terms = {name: new(()).zero_() for name in TERMS if getattr(weights, name) > 0}
         self.accept_N = new(self.num_rows) if self.wants.accept else None
         self.agree_N = torch.zeros_like(self.labels_N, dtype=torch.bool) if wants.metrics else None
+        below = wants.grad and not self.terms.keys().isdisjoint(("l1", "lk"))
+        self.want = Want(self.accept_N is not None, below, "kl" in self.terms, wants.metrics)
         given = (inputs.hidden_ND, inputs.bias_NR, inputs.bias_weight_VR)
         self.grads = [None if t is None or not wants.grad else torch.zeros_like(t) for t in given]
 
@@ -235,7 +237,7 @@ class _Pass:
             argmax_U, whole_U = self._whole_vocabulary(states_UD)
             lse_U = whole_U if lse_U is None else lse_U  # the given one is not of products rounded to bfloat16
         chunk = self.products.multiply(states_UD, offset_N=lse_U, buffer=self.rows.target_buffer)
-        found = self.rows.target(chunk, inverse_N, reduced=reduced and lse_U is not None, want=self._want)
+        found = self.rows.target(chunk, inverse_N, reduced=reduced and lse_U is not None, want=self.want)
         return found._replace(argmax_U=argmax_U)
 
     def _whole_vocabulary(self, states_UD: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,17 +246,12 @@ class _Pass:
         argmax, lse = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in parts), strict=True)
         return torch.cat(argmax), torch.cat(lse)
 
-    @property
-    def _want(self) -> Want:
-        below = self.wants.grad and not self.terms.keys().isdisjoint(("l1", "lk"))
-        return Want(self.accept_N is not None, below, "kl" in self.terms, self.wants.metrics)
-
     def _part(self, chunk: Chunk, target: TargetRows, part: slice, *, first: int) -> None:
         """Terms of some rows, and the gradients of their logits."""
         at = slice(first + part.start, first + part.stop)
         w, weights = self.weights_N[at], self.weights
         counted = w * (self.labels_N[at] >= 0)
-        sums = self.rows.sums(chunk, target, part, self.labels_N[at].clamp(min=0), self._want)
+        sums = self.rows.sums(chunk, target, part, self.labels_N[at].clamp(min=0), self.want)
         on_p, on_q, on_label, on_below = torch.zeros_like(w), None, None, None
         if "ce" in self.terms:
             self.terms["ce"] += (counted * (sums.lse_N - sums.label_N)).sum()

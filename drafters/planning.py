@@ -38,7 +38,7 @@ ROW_BYTES = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize 
 # Of a trained parameter, all float32: itself, its gradient, two moments of AdamW.
 MASTER_BYTES = {"weights": 4, "gradients": 4, "AdamW": 8}
 FEW_ROWS, TRIAL_OPERATIONS = 512, (40 * 10**9, 4 * 10**12)  # of a trial of products: on a CPU, on a GPU
-SMALL_HEADS = (8, 16, 24)
+SMALL_HEADS = (8, 16, 24)  # widths of an attention head, of the copies that memory is counted on
 
 
 def stored_bytes(codec: Codec, *, hidden_size: int, num_layers: int, num_tokens: int, num_last: int) -> int:

@@ -107,11 +107,16 @@ def _full_attention(
 
 def _padded_places(layout: BlockLayout) -> tuple[Tensor, int]:
     """Index of each anchor in [B * A'], and A', the longest list of anchors of a conversation."""
+    order_A, num_anchors = _order(layout)
+    return layout.rows_A * num_anchors + order_A, num_anchors
+
+
+def _order(layout: BlockLayout) -> tuple[Tensor, int]:
+    """Place of each anchor in the list of its conversation, and the length of the longest list."""
     counts_B = torch.bincount(layout.rows_A, minlength=layout.num_rows)
-    num_anchors = int(counts_B.max())
     first_B = counts_B.cumsum(0) - counts_B
     order_A = torch.arange(len(layout.rows_A), device=layout.rows_A.device) - first_B[layout.rows_A]
-    return layout.rows_A * num_anchors + order_A, num_anchors
+    return order_A, int(counts_B.max())
 
 
 def flex_block_attention(
@@ -164,10 +169,8 @@ def _flex_of(layout: BlockLayout) -> _Flex:
     from torch.nn.attention.flex_attention import create_block_mask
 
     size, num_rows = layout.block_size, layout.num_rows
-    counts_B = torch.bincount(layout.rows_A, minlength=num_rows)
-    num_context, num_slots = _padded(layout.num_context), _padded(int(counts_B.max()) * size)
-    first_B, device = counts_B.cumsum(0) - counts_B, counts_B.device
-    order_A = torch.arange(len(layout.rows_A), device=device) - first_B[layout.rows_A]
+    order_A, num_anchors = _order(layout)
+    num_context, num_slots, device = _padded(layout.num_context), _padded(num_anchors * size), order_A.device
     slots_G = torch.arange(size, device=device)
     place_M = ((layout.rows_A * num_slots + order_A * size)[:, None] + slots_G).flatten()
     # Slots beyond the last block see their own block only, so that no softmax is empty.

@@ -9,6 +9,7 @@ import torch
 from drafters.heads.block import BlockDrafter
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec
+from drafters.states import log_sum_exp
 from drafters.target import TargetHead
 from drafters.types import Batch
 from drafters.vocab import DraftVocab
@@ -53,7 +54,7 @@ def make_head(spec: TargetSpec) -> TargetHead:
 def make_batch(spec: TargetSpec, head: TargetHead) -> Batch:
     """Two conversations of 250 tokens, supervised from token 40 on."""
     last_BTD = torch.randn(NUM_ROWS, WIDTH, spec.hidden_size).bfloat16()
-    lse = torch.cat([head.logits(part).logsumexp(-1) for part in last_BTD.flatten(0, 1).split(64)])
+    lse = log_sum_exp(head, last_BTD.flatten(0, 1))
     return Batch(
         tokens_BT=torch.randint(0, spec.vocab_size, (NUM_ROWS, WIDTH)),
         lengths_B=torch.full((NUM_ROWS,), WIDTH),

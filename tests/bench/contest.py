@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -90,8 +91,6 @@ def contest(settings: Mapping[str, Setting], *, rounds: int, steps: int = 1) -> 
 
 def product_rate(num_rows: int = 1344, hidden: int = 576, vocab: int = 49152, *, rounds: int = 7) -> float:
     """FLOP/s of this machine's bfloat16 product of [rows, hidden] with [hidden, vocab]."""
-    import time
-
     x, weight = torch.randn(num_rows, hidden).bfloat16(), torch.randn(vocab, hidden).bfloat16()
     out, seconds = torch.empty(num_rows, vocab, dtype=torch.bfloat16), []
     for _ in range(rounds):

@@ -61,6 +61,7 @@ class OurStep:
 
     def __init__(self, setting: Setting) -> None:
         from drafters.computing import Computing, computed_as
+        from drafters.states import log_sum_exp
         from drafters.target import TargetHead
         from drafters.types import Batch
         from tests.bench.block_step import drafter_of, smollm2_spec
@@ -77,7 +78,7 @@ class OurStep:
         def padded(packed: torch.Tensor) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(packed.split(sizes), batch_first=True)
 
-        lse = torch.cat([self.head.logits(part).logsumexp(-1) for part in data["last"].split(64)])
+        lse = log_sum_exp(self.head, data["last"])
         self.batch = Batch(
             tokens_BT=padded(data["tokens"]),
             lengths_B=data["lengths"],

@@ -8,6 +8,7 @@ import torch
 from drafters.heads.block import BlockDrafter
 from drafters.losses import LossWeights
 from drafters.spec import TargetSpec
+from drafters.states import log_sum_exp
 from drafters.target import TargetHead
 from drafters.types import Batch
 from drafters.vocab import DraftVocab
@@ -85,7 +86,7 @@ def make_batch(size: Size, head: TargetHead, device: torch.device) -> Batch:
     num_rows, width, hidden = size.num_rows, size.width, head.spec.hidden_size
     states = torch.randn(num_rows, width, len(size.layer_ids) + 1, hidden, device=device).bfloat16()
     last_BTD = states[:, :, -1].contiguous()
-    lse = torch.cat([head.logits(part).float().logsumexp(-1) for part in last_BTD.flatten(0, 1).split(512)])
+    lse = log_sum_exp(head, last_BTD.flatten(0, 1))
     return Batch(
         tokens_BT=torch.randint(0, head.spec.vocab_size, (num_rows, width), device=device),
         lengths_B=torch.full((num_rows,), width, device=device),
