@@ -49,7 +49,7 @@ engines: $(STAMP)  ## serve exports with real engines, each in an environment of
 peers: $(STAMP)  ## an environment with speculators, for `DRAFTERS_SPECULATORS=.venv-speculators/bin/python python -m tests.bench`
 	test -x .venv-speculators/bin/python || $(BIN)/python -m venv .venv-speculators
 	.venv-speculators/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
-	  torch transformers datasets loguru pydantic-settings typer
+	  torch transformers datasets loguru openai pydantic-settings typer
 	.venv-speculators/bin/python -m pip --disable-pip-version-check install -qq --no-deps \
 	  speculators==0.9.0 hs-connectors==0.9.0
 
