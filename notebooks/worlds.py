@@ -22,6 +22,7 @@ logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= loggin
 
 from data.sources import DataConfig, SourceConfig, load_splits  # noqa: E402
 from drafters.chat import ChatEncoder  # noqa: E402
+from drafters.door import door, load_target  # noqa: E402
 from drafters.heads.base import Drafter  # noqa: E402
 from drafters.heads.draft_model import DraftModel  # noqa: E402
 from drafters.target import FrozenTarget  # noqa: E402
@@ -65,20 +66,24 @@ class World:
         return firsts
 
 
-def open_world(run: str | None) -> World:
-    """The world of a finished run, such as outputs/markov-smollm2 (from the root of the checkout), or the tiny one."""
-    return _tiny_world() if run is None else _run_world(run)
+def open_world(run: str | None, *, dtype: str | None = None) -> World:
+    """The world of a finished run, such as outputs/markov-smollm2 (from the root of the checkout), or the tiny one.
+
+    `dtype`: of the run's target, such as "float32"; None = as in the run. The tiny one is in float32. What is
+    wrong with a run is told in one line, and ends the cell.
+    """
+    with door():
+        return _tiny_world() if run is None else _run_world(run, dtype)
 
 
-def _run_world(run: str) -> World:
+def _run_world(run: str, dtype: str | None) -> World:
     from drafters.config import build_config, typed
     from drafters.contestants import find_entries, target_node
-    from drafters.door import load_target
 
     (entry,) = find_entries([str(ROOT / run)], {}, key="RUN")
     assert entry.run is not None
     node, cwd = target_node([entry], None), entry.settings["cwd"]
-    target = load_target(node, device=None)
+    target = load_target(node if dtype is None else {**node, "dtype": dtype}, device=None)
     data = typed(DataConfig, entry.settings["data"], key="data")
     source: SourceConfig = build_config(entry.settings["source"], key="source")[1]
     _, held_out = load_splits(source.seen_from(cwd), validation=data.validation, seed=data.seed)
