@@ -77,7 +77,7 @@ def read_case(plain: Mapping[str, Any], overrides: Sequence[str]) -> Case:
     from data.sources import DataConfig
     from drafters.cache_config import CaptureConfig
     from drafters.config import build_config, typed
-    from drafters.door import check_target
+    from drafters.door import check_target, pick_device
     from drafters.runs import open_run
 
     names = DoctorConfig.__dataclass_fields__
@@ -87,6 +87,7 @@ def read_case(plain: Mapping[str, Any], overrides: Sequence[str]) -> Case:
         run, settings = open_run(Path(config.run).expanduser())
         nodes = overlaid(_of_run(run, settings, nodes), nodes, overrides)
     check_target(nodes["target"])
+    pick_device(config.device)
     return Case(
         config=config,
         node=nodes["target"],

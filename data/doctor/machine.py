@@ -113,8 +113,8 @@ def check_devices(findings: "Findings") -> None:
 
 def check_folder(findings: "Findings", what: str, folder: Path, setting: str) -> None:
     """Whether a folder can be written, or made where it is not there. Nothing is left behind."""
-    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     try:
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:

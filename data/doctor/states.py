@@ -33,7 +33,7 @@ def check(case: "Case") -> None:
             manifest.check_key(key, folder)
             _describe(case, folder, manifest, sizes)
             check_content(case, folder, manifest, sizes)
-    _siblings(case, folder.name_of("").rstrip("/"))
+        _siblings(case, str(folder))
 
 
 def _describe(case: "Case", folder: "Folder", manifest: "Manifest", sizes: dict[str, int]) -> None:
