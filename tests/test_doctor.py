@@ -70,7 +70,7 @@ def test_a_healthy_world(world, tmp_path, capsys):
     assert written["causes"] == []
     assert [one["check"] for one in written["findings"]] == [one.check for one in found.all]
     screen = capsys.readouterr().out
-    assert "Be kind. 17<|im_end|>⟧" in screen
+    assert "Be kind. 16<|im_end|>⟧" in screen
     assert "The cache of states" in screen
     assert "Causes of a low accepted length" not in screen  # of a run alone
 

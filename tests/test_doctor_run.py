@@ -227,6 +227,16 @@ def test_teacher_forced_against_decoded():
     gap = judged(causes.check_gap, measured(1.5, 1.4, 1.6), {TAU_GREEDY: 2.0, TAU: 1.5})
     assert (gap.level, gap.is_cause, gap.cost) == ("warning", True, pytest.approx(0.5))
     assert "another chat template" in gap.advice
+    assert "ruled out" not in gap.advice
+    findings = Findings()
+    findings.ok("run/template", "the same")
+    findings.ok("run/dtype", "the same")
+    findings.warning("run/dtype", "another", "use it")
+    causes.check_gap(findings, measured(1.5, 1.4, 1.6), {TAU_GREEDY: 2.0})
+    advice = findings.all[-1].advice
+    assert "another chat template" not in advice
+    assert "states of another dtype" in advice
+    assert "1 others are ruled out" in advice
     unsure = judged(causes.check_gap, measured(1.5, 1.1, 1.9), {TAU_GREEDY: 2.0})
     assert (unsure.level, unsure.is_cause) == ("note", False)
     assert judged(causes.check_gap, measured(1.9, 1.85, 1.95), {TAU_GREEDY: 2.0}).level == "ok"

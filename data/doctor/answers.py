@@ -89,7 +89,8 @@ def check(case: "Case") -> None:
         findings.note("answers/likelihood", f"not measured: {reason}")
         return
     with findings.watched("answers/likelihood"):
-        examples = case.splits["validation"] or case.splits["train"]
+        held_out = case.splits["validation"]
+        examples = held_out if len(held_out) >= config.num_answers else case.examples
         rows = openings(examples, config.num_answers, config.max_new_tokens)
         if rows:
             given = likelihood(case.target, rows)

@@ -22,6 +22,8 @@ SAMPLED = 0.1  # share of greedy drafts that are lost where tokens are drawn
 ROUNDS = 30  # of a range of lengths, to be judged at all
 UNSURE = 0.25  # half the width of the interval, as a share of the drafts
 CONSTANT = 0.9  # of the highest learning rate: below it the rate's own fall lifts the curve
+# What rules out each of the causes of a gap that training warns of; None: nothing here does.
+RULED_OUT_BY = (None, "text/mask", "run/template", "target/self-check", "run/dtype", None)
 TAU, TAU_GREEDY = "val/accepted_length", "val/accepted_length_greedy"
 
 
@@ -119,11 +121,17 @@ def check_gap(findings: "Findings", report: "Measured", validation: Mapping[str,
         return
     gap, least = (1 - drafts / forced for drafts in (decoded, at_best))
     found = (
-        f"{forced:.2f} drafts a round teacher-forced ({name}), {decoded:.2f} decoded, {at_best:.2f} at the upper end of "
-        f"its interval (a cause where that, too, lacks more than {GAP:.0%})"
+        f"{forced:.2f} drafts a round teacher-forced ({name}), {decoded:.2f} decoded, {at_best:.2f} at the upper end "
+        f"of its interval (a cause where that, too, lacks more than {GAP:.0%})"
     )
     if least > GAP:
-        findings.warning("acceptance/gap", found, f"one of: {'; '.join(CAUSES)}", cost=gap)
+        passed = {one.check for one in findings.all if one.level == "ok"}
+        passed -= {one.check for one in findings.all if one.level != "ok"}
+        left = [cause for cause, check in zip(CAUSES, RULED_OUT_BY, strict=True) if check not in passed]
+        advice = f"one of: {'; '.join(left)}"
+        if len(left) < len(CAUSES):
+            advice += f" ({len(CAUSES) - len(left)} others are ruled out by the checks above)"
+        findings.warning("acceptance/gap", found, advice, cost=gap)
     elif gap > GAP:
         findings.note("acceptance/gap", f"{found}: not certain", "python evaluate.py run= with more prompts")
     else:
