@@ -204,6 +204,28 @@ def test_reports(own):
     assert levels(found, "acceptance/training") == ["note"]
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "check"),
+    [
+        ("target/config.json", b"{", "target/weights"),
+        ("target/tokenizer.json", b"{", "target/weights"),
+        ("outputs/first/drafter/config.json", b"[]", "run/config"),
+        ("outputs/first/drafter/model.safetensors", b"xx", "run/weights"),
+        ("outputs/first/report.json", b"[]", "run/report"),
+        ("outputs/first/logs/version_0/metrics.csv", b"\x00\xff,a\n1,2\n", None),
+        ("chats.jsonl", b"{]", "text/source"),
+    ],
+)
+def test_a_damaged_file_is_a_finding(world, first, tmp_path, file, content, check):
+    shutil.copytree(world, tmp_path / "own", dirs_exist_ok=True)
+    run = tmp_path / "own" / "outputs" / "first"
+    settings = run / ".hydra" / "settings.json"
+    settings.write_text(settings.read_text().replace(str(world), str(tmp_path / "own")))
+    (tmp_path / "own" / file).write_bytes(content)
+    found = examined(f"run={run}", *QUICK)
+    assert [one.check for one in found.all if one.level == "problem"][:1] == ([check] if check else [])
+
+
 def measured(length, low=None, high=None, *, temperature=0.0, rounds=500, contexts=()):
     ends = (length if low is None else low, length if high is None else high)
     values = {"block_size": 7, "temperature": temperature}
@@ -243,6 +265,8 @@ def test_teacher_forced_against_decoded():
     assert judged(causes.check_gap, measured(1.5, 1.4, 1.6, temperature=1.0), {TAU_GREEDY: 2.0, TAU: 1.5}).level == "ok"
     assert judged(causes.check_gap, measured(1.05), {TAU_GREEDY: 1.1}).level == "note"
     assert judged(causes.check_gap, measured(1.5), {}).level == "note"
+    assert causes._numbers({TAU: 2, "a": "x", "b": None}) == {TAU: 2.0}
+    assert causes._numbers("x") == {}
     assert judged(causes.check_gap, measured(1.5, math.nan, math.nan), {TAU_GREEDY: 2.0}).level == "note"
 
 

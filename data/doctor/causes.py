@@ -76,7 +76,7 @@ def check(case: "Case") -> None:
     if run.report.is_file():
         with findings.watched("acceptance/length"):
             report = read_json(Measured.from_dict, run.report)
-            validation = read_config(run.drafter)["provenance"].get("validation") or {}
+            validation = _numbers(read_config(run.drafter)["provenance"].get("validation"))
             _describe(findings, report)
             check_gap(findings, report, validation)
             check_sampling(findings, report, validation)
@@ -84,6 +84,12 @@ def check(case: "Case") -> None:
     else:
         findings.note("acceptance/length", "not known: the run has no report", f"python evaluate.py run={run.folder}")
     check_training(findings, read_logs(run.folder), _supervised(case))
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    """What a drafter says of its validation; a file that was edited may say anything."""
+    found = values if isinstance(values, dict) else {}
+    return {name: float(one) for name, one in found.items() if isinstance(one, int | float)}
 
 
 def _supervised(case: "Case") -> int | None:
@@ -106,12 +112,12 @@ def _describe(findings: "Findings", report: "Measured") -> None:
         findings.ok("acceptance/length", found)
 
 
-def check_gap(findings: "Findings", report: "Measured", validation: Mapping[str, Any]) -> None:
+def check_gap(findings: "Findings", report: "Measured", validation: Mapping[str, float]) -> None:
     """Teacher-forced against decoded, both without the bonus token."""
     from drafters.training.probing import CAUSES, LEAST
 
     name = TAU_GREEDY if report.temperature == 0 else TAU
-    forced = float(validation.get(name) or 0.0) - 1
+    forced = validation.get(name, 0.0) - 1
     if forced < LEAST:
         findings.note("acceptance/gap", f"not judged: {name} says less than {LEAST} drafts a round, or is not there")
         return
@@ -138,12 +144,12 @@ def check_gap(findings: "Findings", report: "Measured", validation: Mapping[str,
         findings.ok("acceptance/gap", found)
 
 
-def check_sampling(findings: "Findings", report: "Measured", validation: Mapping[str, Any]) -> None:
+def check_sampling(findings: "Findings", report: "Measured", validation: Mapping[str, float]) -> None:
     """What drawing tokens costs against taking the likeliest."""
     if report.temperature == 0:
         findings.ok("acceptance/sampling", "measured greedily, where drafts are accepted most")
         return
-    greedy, drawn = (float(validation.get(name) or 0.0) - 1 for name in (TAU_GREEDY, TAU))
+    greedy, drawn = (validation.get(name, 0.0) - 1 for name in (TAU_GREEDY, TAU))
     if greedy <= 0:
         findings.note("acceptance/sampling", f"not judged: no {TAU_GREEDY} in the run's validation")
         return
