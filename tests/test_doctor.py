@@ -58,7 +58,15 @@ def test_a_healthy_world(world, tmp_path, capsys):
     assert not found.has_problem
     expected = {
         *("target/weights", "target/self-check", "target/rope", "text/source", "text/mask", "text/dropped"),
-        *("text/truncated", "text/ends", "text/prompt", "text/thinking", "answers/likelihood"),
+        *(
+            "text/truncated",
+            "text/ends",
+            "text/mask-token",
+            "text/overlap",
+            "text/prompt",
+            "text/thinking",
+            "answers/likelihood",
+        ),
         *("cache/found", "cache/files", "cache/checksums", "cache/head", "machine/memory", "machine/states"),
     }
     assert {one.check for one in found.all if one.level == "ok"} >= expected
@@ -220,6 +228,20 @@ def test_mask_and_lengths(world, tmp_path):
         "no conversation is held out"
         in the(judged("Blue.", "Red.", **{"data.validation": 0}), "text/source", "problem").found
     )
+
+
+def test_a_mask_token_that_conversations_use(world):
+    found = examined(*world_overrides(world), *QUICK, f"target.mask_token={CHATML_END}")
+    assert "'<|im_end|>' (4) is in 20 of 20" in the(found, "text/mask-token", "warning").found
+
+
+def test_prompts_that_are_held_out_and_trained_on(world, tmp_path):
+    rows = [
+        {"prompt": "Tool?", "response": f"Blue {i}.", "split": "validation" if i == 4 else "train"} for i in range(5)
+    ]
+    path = write_rows(tmp_path / "twice.jsonl", rows)
+    found = examined(*world_overrides(world), *QUICK, f"source.path={path}")
+    assert "1 of 1 held-out prompts" in the(found, "text/overlap", "warning").found
 
 
 def test_answers_that_were_cut(world, tmp_path):

@@ -2,6 +2,7 @@
 # ends as the target ends it, and whether the template gives in training what it gives in decoding.
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ DROPPED, TRUNCATED = 0.05, 0.10  # shares of conversations
 SUPERVISED = (0.05, 0.95)  # share of tokens: below it training mostly reads prompts, above it the mask covers them
 ENDED = 0.90  # share of whole answers whose last supervised token ends the turn
 CUT = 0.20  # share of conversations whose answers were cut at a length limit
+SHARED = 0.02  # share of held-out conversations whose prompt is trained on, too
 NUM_PROMPTS = 50  # prompts that are tokenised as decoding does
 THOUGHT = "</think>"
 
@@ -53,6 +55,8 @@ def check(case: "Case") -> bool:
     check_ends(case)
     check_prompts(case)
     check_thinking(case)
+    check_mask_token(case)
+    check_overlap(case)
     check_authors(case.findings, everything(case), case.outline.spec.weights_hash)
     return True
 
@@ -168,6 +172,36 @@ def check_prompts(case: "Case") -> None:
     twice = sum(example.tokens_T[:2].tolist() == [bos, bos] for example in case.examples)
     if bos is not None and twice:
         findings.warning("text/prompt", f"{twice:,} conversations begin with two beginning-of-text tokens", "template")
+
+
+def check_mask_token(case: "Case") -> None:
+    """Whether conversations use the token that stands for what is to be drafted."""
+    assert case.outline is not None
+    token = case.outline.spec.mask_token_id
+    name = f"the mask token {case.outline.tokenizer.decode([token])!r} ({token})"
+    used = sum(bool((one.tokens_T == token).any()) for one in case.examples)
+    if used:
+        found = f"{name} is in {used:,} of {len(case.examples):,} conversations, where it means something else"
+        case.findings.warning("text/mask-token", found, "target.mask_token= a special token that chats never use")
+    else:
+        case.findings.ok("text/mask-token", f"no conversation uses {name}")
+
+
+def check_overlap(case: "Case") -> None:
+    """Whether prompts that are held out are trained on, too."""
+
+    def prompt(one: "Conversation") -> tuple[Any, ...]:
+        return tuple(takewhile(lambda message: message.role != "assistant", one.messages))
+
+    trained = {prompt(one) for one in case.conversations["train"]}
+    held_out = case.conversations["validation"]
+    twice = sum(prompt(one) in trained for one in held_out)
+    found = f"{twice:,} of {len(held_out):,} held-out prompts are trained on, too"
+    if twice > SHARED * len(held_out):
+        advice = "validation then says more than decoding gives: keep each prompt in one split, by a `split` column"
+        case.findings.warning("text/overlap", f"{found}, more than {SHARED:.0%}", advice)
+    elif held_out:
+        case.findings.ok("text/overlap", found)
 
 
 def check_thinking(case: "Case") -> None:
