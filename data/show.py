@@ -59,7 +59,7 @@ def show(cfg: DictConfig) -> None:
             failures.append(error)
             console.print(f"not used: {error}", style="yellow", markup=False, soft_wrap=True)
             continue
-        console.print(_highlighted(example, tokenizer, marks=not console.is_terminal), soft_wrap=True)
+        console.print(highlighted(example, tokenizer, marks=not console.is_terminal), soft_wrap=True)
         cut = f", cut off at {config.max_length} tokens" if example.truncated else ""
         supervised = f"{int(example.loss_mask_T.sum()):,} of {len(example.tokens_T):,} tokens supervised{cut}"
         console.print(supervised, style="dim")
@@ -85,7 +85,7 @@ def _tokenizer(name: str | None, target: dict[str, Any]) -> Any:
         raise ConfigError(f"tokenizer: none in '{name}': {str(error).splitlines()[0]}") from error
 
 
-def _highlighted(example: "Example", tokenizer: Any, *, marks: bool) -> "Text":
+def highlighted(example: "Example", tokenizer: Any, *, marks: bool) -> "Text":
     """Rich text of an example; with `marks`, supervised runs also stand between ⟦ and ⟧ (for pipes and files)."""
     from itertools import groupby
 

@@ -135,7 +135,10 @@ def fingerprint(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise CheckpointError(f"target.weights: {folder / 'config.json'} is damaged: {error}") from error
     kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for file in files:

@@ -12,7 +12,7 @@ from drafters.decoding.render import TRAINING_PICTURE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_curve", "read_curve", "save_curve"]
+__all__ = ["Row", "draw_curve", "read_curve", "read_logs", "save_curve"]
 
 # Column, name in the picture, how it is drawn.
 SERIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -32,15 +32,21 @@ def save_curve(run: Path) -> None:
         draw_curve(rows).savefig(run / TRAINING_PICTURE, dpi=150)
 
 
-def read_curve(run: Path) -> list[Row]:
-    """The rows of `logs/version_N/metrics.csv` that SERIES are drawn from, in order, without steps that a later
-    version did again."""
+def read_logs(run: Path) -> list[Row]:
+    """The finite numbers of the rows of `logs/version_N/metrics.csv`, in order, without steps that a later version did
+    again."""
     rows: list[Row] = []
     for path in sorted(run.glob("logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
         with path.open(newline="", errors="replace") as file:
             new = [row for row in map(_numbers, csv.DictReader(file)) if "step" in row]
         begin = min((row["step"] for row in new), default=math.inf)
         rows = [row for row in rows if row["step"] < begin] + new
+    return rows
+
+
+def read_curve(run: Path) -> list[Row]:
+    """The rows of `read_logs` that SERIES are drawn from."""
+    rows = read_logs(run)
     wanted = {column for column, _, _ in SERIES}
     return [_own(row) for row in rows if wanted & row.keys() and all(axis in row for axis, _ in AXES)]
 
