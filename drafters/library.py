@@ -28,7 +28,9 @@ def plain_settings(settings: Mapping[str, Any], *needed: str) -> dict[str, Any]:
         raise ConfigError(f"settings: got {type(settings).__name__}; accepted: what Hydra composes of drafters.conf")
     missing = [name for name in needed if name not in plain]
     if missing:
-        raise ConfigError(f"{missing[0]}: missing; compose the settings with Hydra: compose('train', ['~source', ...])")
+        raise ConfigError(
+            f"{missing[0]}: missing; compose the settings with Hydra: compose('fit', [...]) of drafters.conf"
+        )
     return {str(name): to_plain(value) for name, value in plain.items()}
 
 

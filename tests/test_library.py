@@ -24,18 +24,23 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = (ROOT / "docs" / "library.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- example: (\S+) -->\n\n```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL))
-ALONE = ("~source", "report=none")
 
 
 def overrides(world, *more):
     """Those of a run in this world, but for its source and its report."""
     kept = [one for one in train_overrides(world) if not one.startswith(("source", "report"))]
-    return [*ALONE, *kept, *more]
+    return [*kept, *more]
 
 
 def composed(world, *more):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides(world, *more))
+        return compose("fit", overrides(world, *more))
+
+
+def test_the_settings_are_those_of_the_door():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        ours, door = to_plain(compose("fit")), to_plain(compose("train", ["report=none"]))
+    assert ours == {name: value for name, value in door.items() if name != "source"}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +156,7 @@ def test_wrong_conversations_are_one_error(world, target, given, message):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["+source.path=a.jsonl"], r"^source: the conversations are given.*'~source'"),
+        (["+source.path=a.jsonl"], r"^source: the conversations are given.*leave it out"),
         (["report.num_prompts=2"], r"^report\.num_prompts: got 2; accepted here: 0 \(report=none\)"),
         (["trainer=ddp", "trainer.devices=2"], r"^trainer: got devices=2.*trainer=single"),
         (["trainer=fsdp", "trainer.devices=1"], r"^trainer: got devices=1, strategy=.*accepted here: trainer=single"),

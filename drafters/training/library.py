@@ -3,6 +3,7 @@
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from drafters.checkpoint import load_drafter
 from drafters.decoding.probe import acceptance_probe
 from drafters.decoding.sampling import effective_sampling
 from drafters.distributed import Ranks
-from drafters.door import CHATTER, pick_device, progress_bar
+from drafters.door import CHATTER, NOISE, pick_device, progress_bar
 from drafters.errors import ConfigError, DataError
 from drafters.given import Given, to_conversations
 from drafters.heads.base import Drafter
@@ -52,16 +53,16 @@ NEEDED = ("name", "outputs", "run_dir", "target", "data", "cache", "drafter", "o
 def fit(settings: Mapping[str, Any], target: FrozenTarget, conversations: Iterable[Any]) -> Drafter:
     """Train a drafter for `target` on `conversations` and return the best weights, those of `<run_dir>/drafter`.
 
-    `settings` are those of train.py without a source: `compose("train", ["~source", "report=none", ...])` of
-    `drafters.conf`. A conversation is a `Conversation`, `{"messages": [...]}`, or a list of messages
-    `{"role": ..., "content": text}`; the share `data.validation` of them is held out and chooses the weights. Ctrl-C
-    saves and raises KeyboardInterrupt; the same call goes on, and gives a finished run's drafter at once.
+    `settings` are those of train.py without a source: `compose("fit", [...])` of `drafters.conf`. A conversation is a
+    `Conversation`, `{"messages": [...]}`, or a list of messages `{"role": ..., "content": text}`; the share
+    `data.validation` of them is held out and chooses the weights. Ctrl-C saves and raises KeyboardInterrupt; the same
+    call goes on, and gives a finished run's drafter at once.
 
     Raises ConfigError, DataError or CheckpointError for what does not fit, before anything is computed where possible.
     """
     plain = plain_settings(settings, *NEEDED)
     if plain.get("source") is not None:
-        raise ConfigError("source: the conversations are given, so none is read; compose without it: '~source'")
+        raise ConfigError("source: the conversations are given, so none is read; leave it out: compose('fit', [...])")
     found = to_conversations(conversations)
     given = Given.of(found)
     plan = _read(plain, given)
@@ -113,12 +114,15 @@ def _read(plain: Mapping[str, Any], given: Given) -> Plan:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Within it, Lightning tells nobody of absent devices and of products."""
+    """Within it, Lightning is as quiet as behind a door."""
     levels = {name: logging.getLogger(name).level for name in CHATTER}
     for name in CHATTER:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            for message, category in NOISE:
+                warnings.filterwarnings("ignore", message, category)
+            yield
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
