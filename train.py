@@ -189,7 +189,7 @@ def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
 def build_trainer(cfg: DictConfig, **given: Any) -> "Trainer":
     """Lightning's Trainer. Raises ConfigError for a setting that it refuses, or that is not its own to decide."""
     from hydra.utils import instantiate
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from drafters.config import suited, to_plain
     from drafters.errors import ConfigError
