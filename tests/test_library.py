@@ -14,7 +14,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import drafters
-from data.sources import SourceConfig, load_conversations, load_splits
+from data.prompts import trained_on
+from data.sources import DataConfig, SourceConfig, load_conversations, load_splits
 from drafters.config import build_config, to_plain
 from drafters.door import load_target
 from tests.door_world import ROOT, STEPS, contents, same_weights, train_overrides
@@ -102,7 +103,11 @@ def test_training_is_that_of_the_door_to_the_bit(world, first, target):
     source = build_config(kept["source"], key="source")[1]
     assert list(load_conversations(source)) == found
     own = SourceConfig(path=str(world / "chats.jsonl"))
-    assert load_splits(source, validation=0.2, seed=0) == load_splits(own, validation=0.2, seed=0)
+    train, held_out = load_splits(source, validation=0.2, seed=0)
+    assert (train, held_out) == load_splits(own, validation=0.2, seed=0)
+    (path,) = run.glob("conversations-*.jsonl")
+    trained = trained_on(SourceConfig(path=str(path)), own=source, data=DataConfig(validation=0.2))
+    assert trained == {one.messages for one in train}
     # The same call gives the same, and writes no weights; other conversations are refused, and nothing is lost.
     before = {name: one for name, one in contents(run).items() if "/logs/" not in name}
     again = drafters.fit(settings, target, found)
@@ -113,6 +118,34 @@ def test_training_is_that_of_the_door_to_the_bit(world, first, target):
         drafters.fit(settings, target, found[1:])
     after = contents(run)
     assert [name for name in weights if after[name] != before[name]] == []
+
+
+SHORT = (
+    "optim.max_steps=2",
+    "optim.warmup_steps=1",
+    "trainer.val_check_interval=2",
+    "callbacks.probe_every_n_steps=null",
+)
+
+
+def test_a_model_in_memory_is_trained_for_without_a_cache(world, target, chats):
+    model = target.model
+    own = drafters.FrozenTarget.from_model(model, tokenizer=target.tokenizer, name="own")
+    more = ("name=memory", "data=online", "target.weights=null", f"cache.root={world}/none", *SHORT)
+    drafter = drafters.fit(composed(world, *more), own, [one["messages"] for one in chats])
+    assert json.loads((world / "outputs/memory/drafter/config.json").read_text())["target"]["name"] == "own"
+    assert not (world / "none").exists()
+    written = drafters.generate(own, drafter, ["Tool 3?"], drafters.DecodeConfig(max_new_tokens=12))
+    assert written.texts == drafters.generate(target, None, ["Tool 3?"], drafters.DecodeConfig(max_new_tokens=12)).texts
+
+
+def test_a_run_begins_from_another(world, first, target, chats):
+    more = (f"warm_start={first}", "drafter.num_layers=3", *SHORT)
+    drafters.fit(composed(world, "name=warm", *more), target, chats)
+    facts = [json.loads((world / "outputs" / name / "drafter/config.json").read_text()) for name in ("warm", "first")]
+    assert facts[0]["provenance"]["warm_start"] == facts[1]["weights"]["sha256"]
+    with pytest.raises(drafters.ConfigError, match=r"^warm_start: got 'nowhere'"):
+        drafters.fit(composed(world, "name=warm2", "warm_start=nowhere", *SHORT), target, chats)
 
 
 def test_the_text_is_the_target_s_own(world, first, target):
