@@ -128,8 +128,9 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
         contestants = scheduled(plain["schedule"], choice, entries, contestants, target, config.sampling)
     encoder = encoder_of(entries, target, thinking=choice.thinking)
     room = target.spec.max_position - config.max_new_tokens
+    facts: dict[str, Any] = {}
     if choice.text is not None:
-        dialogues, facts = [own_dialogue(choice.text, encoder, wanted)], {}
+        dialogues = [own_dialogue(choice.text, encoder, wanted)]
     else:
         dialogues, facts = find_dialogues(source, encoder, wanted, entries, room=room)
     return Task(
@@ -181,7 +182,7 @@ def show(task: Task, ranks: "Ranks") -> None:
     decoding = DecodeConfig(
         max_new_tokens=config.max_new_tokens,
         sampling=config.sampling,
-        length=None if config.length == "auto" else config.length,
+        length=config.length if isinstance(config.length, int) else None,
         tree=tree_of(config),
         seed=config.seed,
     )
@@ -219,7 +220,8 @@ def task_settings(node: Mapping[str, Any], choice: Choice, *, has_schedule: bool
     from drafters.config import typed
     from drafters.errors import ConfigError
 
-    name, kind = node["name"], Plain
+    name: str = node["name"]
+    kind: type = Plain
     if name not in ("measure", "show"):
         from drafters.scheduling.studies import STUDIES
 
@@ -324,7 +326,7 @@ def place_of(task: Task) -> Path:
         return Path(choice.out).expanduser()
     # Weights tell trainings of one run folder apart, settings the baselines.
     drafters = [[name, one.provenance] for name, one in task.contestants.items()]
-    more = [task.target.spec.weights_hash, drafters]
+    more: list[Any] = [task.target.spec.weights_hash, drafters]
     folder = "evaluate" if task.settings.name == "measure" else task.settings.name
     if folder == "profile" and first.run is not None:
         return first.run.folder / folder  # of this machine: the newest counts

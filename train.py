@@ -39,15 +39,15 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     so together."""
     import torch
 
-    from data.capture import encode_splits, states_place
     from data.prompts import held_out_prompts
-    from data.sources import ONLINE, load_splits
+    from data.sources import load_splits
     from drafters.chat import ChatEncoder
     from drafters.config import to_plain
     from drafters.distributed import Ranks
     from drafters.door import load_target, pick_device, say
     from drafters.heads.start import Start, check_block_size
     from drafters.runs import claim
+    from drafters.splits import ONLINE, encode_splits, states_place
     from drafters.training.fit import begin_logging, check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import how_computed
@@ -189,7 +189,7 @@ def read_plan(cfg: DictConfig, ranks: "Ranks | None" = None) -> "Plan":
 def build_trainer(cfg: DictConfig, **given: Any) -> "Trainer":
     """Lightning's Trainer. Raises ConfigError for a setting that it refuses, or that is not its own to decide."""
     from hydra.utils import instantiate
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from drafters.config import suited, to_plain
     from drafters.errors import ConfigError

@@ -19,16 +19,14 @@ from omegaconf import DictConfig
 
 if TYPE_CHECKING:
     from data.sources import DataConfig, SourceConfig
-    from drafters.cache import CacheKey, HiddenCache
+    from drafters.cache import HiddenCache
     from drafters.cache_writer import CaptureConfig, Estimate
-    from drafters.chat import ChatEncoder, EncodeReport
+    from drafters.chat import ChatEncoder
     from drafters.distributed import Ranks
-    from drafters.spec import TargetSpec
-    from drafters.storage import Folder
     from drafters.target import FrozenTarget
-    from drafters.types import Conversation, Example
+    from drafters.types import Example
 
-__all__ = ["CaptureBar", "capture_states", "encode_splits", "states_place"]
+__all__ = ["CaptureBar", "capture_states"]
 
 RATED_TOKENS = 8192  # a rate of fewer says little
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
@@ -40,38 +38,6 @@ class Choice:
 
     plan: bool
     device: str | None
-
-
-def encode_splits(
-    parts: tuple[list["Conversation"], list["Conversation"]], encoder: "ChatEncoder", *, weights_hash: str | None
-) -> tuple[dict[str, list["Example"]], dict[str, "EncodeReport"]]:
-    """Examples and reports of the splits `train` and `validation`, given as conversations.
-
-    Warns of answers that say they are not those of the target with this hash, where it is known. Raises
-    DataError when a split has conversations but no supervised token.
-    """
-    from drafters.chat import EncodeReport, encode_all
-
-    if weights_hash is not None:
-        _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
-    splits: dict[str, list[Example]] = {}
-    reports: dict[str, EncodeReport] = {}
-    for name, conversations in zip(("train", "validation"), parts, strict=True):
-        reports[name] = EncodeReport()
-        splits[name] = encode_all(conversations, encoder, report=reports[name]) if conversations else []
-    return splits, reports
-
-
-def _warn_of_foreign_answers(conversations: Sequence["Conversation"], weights_hash: str) -> None:
-    authors = {c.answered_by for c in conversations} - {None, weights_hash}
-    if authors:
-        count = sum(c.answered_by in authors for c in conversations)
-        warnings.warn(
-            f"source: another model (weights {min(filter(None, authors)):.12}) wrote the answers of {count} of "
-            f"{len(conversations)} conversations, not this target ({weights_hash:.12}); a drafter learns best from the "
-            "target's own: python -m data.regenerate",
-            stacklevel=3,
-        )
 
 
 def capture_states(
@@ -87,6 +53,7 @@ def capture_states(
     `drafters.cache_writer.capture` raises."""
     from drafters.cache_writer import Crew, capture
     from drafters.distributed import Ranks
+    from drafters.splits import states_place
     from drafters.storage import LocalFolder
 
     ranks = ranks or Ranks()
@@ -97,23 +64,6 @@ def capture_states(
     if (rate := bar.rate()) is not None and isinstance(folder, LocalFolder):
         _remember(rate / ranks.size, target, folder.path.parent)
     return cache
-
-
-def states_place(
-    spec: "TargetSpec", splits: Mapping[str, Sequence["Example"]], config: "CaptureConfig", *, encoder: "ChatEncoder"
-) -> "tuple[CacheKey, Folder]":
-    """The key of the cache of these examples under a target of this `spec`, and its folder, which need not be there."""
-    from drafters.cache import CacheKey
-    from drafters.cache_writer import cache_folder
-
-    key = CacheKey.of(
-        spec,
-        [example for split in splits.values() for example in split],
-        template_hash=encoder.template_hash,
-        max_length=encoder.max_length,
-        codec=config.codec,
-    )
-    return key, cache_folder(config, key)
 
 
 def _remember(rate: float, target: "FrozenTarget", root: Path) -> None:
@@ -205,6 +155,7 @@ def keep_states(
     from data.sources import load_splits
     from drafters.chat import ChatEncoder
     from drafters.door import say
+    from drafters.splits import encode_splits
 
     with ranks.first_goes_first():
         parts = load_splits(source, validation=data.validation, seed=data.seed)

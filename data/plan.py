@@ -114,12 +114,12 @@ def make_plan(
     the capture itself would, and ConfigError where the drafter does not fit the target."""
     import torch
 
-    from data.capture import encode_splits
     from drafters.chat import ChatEncoder
     from drafters.codecs import CODECS, find_codec
     from drafters.door import pick_device
     from drafters.planning import device_name, stored_bytes
     from drafters.spec import check_layer_ids
+    from drafters.splits import encode_splits
     from drafters.states import predicts
     from drafters.training.fit import check_fits
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from data.capture import encode_splits
 from data.engines.answers import RegenerateConfig
 from data.engines.local import regenerate
 from data.sources import SourceConfig, load_conversations
 from drafters.cache import data_hash
 from drafters.chat import ChatEncoder
+from drafters.splits import encode_splits
 from tests.door_world import write_rows
 from tests.test_regenerate import make_target
 

@@ -97,7 +97,8 @@ class ChatServer:
         """The answer to `messages`; `fields` go into the request. Raises RowFailed, and ConfigError when the server
         refuses us or is gone."""
         create = self._client.chat.completions.with_raw_response.create
-        raw = await self._translated(create(messages=messages, **fields))
+        request: dict[str, Any] = {"messages": messages, **fields}
+        raw = await self._translated(create(**request))
         return _reply_of(raw.http_response.json())
 
     async def _models(self) -> list[Served]:

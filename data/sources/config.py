@@ -1,5 +1,5 @@
-# The settings of one data source, as conf/source/*.yaml spells them, and of what becomes of its conversations, as
-# conf/data/*.yaml does.
+# The settings of one data source, as conf/source/*.yaml spells them. What becomes of its conversations is set by
+# `DataConfig` of the trunk.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,9 +7,8 @@ from typing import Any
 
 from data.sources.template import check_template
 from drafters.errors import ConfigError
-from drafters.prefetch import AUTO, check_prefetch
 
-__all__ = ["DataConfig", "SourceConfig"]
+__all__ = ["SourceConfig"]
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,49 +82,3 @@ class SourceConfig:
 def _found(path: Path) -> Path:
     """A relative path that is not here but in the checkout, such as that of the bundled samples, is meant there."""
     return ROOT / path if not path.exists() and (ROOT / path).exists() else path
-
-
-CACHE, ONLINE = "cache", "online"  # where states come from
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """How conversations become batches: at most `max_length` tokens each, `template_kwargs` for the chat template, a
-    share `validation` held out where rows have no split. A step over all ranks has `batch_size` conversations, or, with
-    `max_tokens`, those of similar length that fill so many tokens, padding included. `states`: the target's are read
-    from a cache, or made in the step ("online") by a target on `target_device` (None: where the drafter trains).
-    `prefetch`: batches read ahead by a thread; "auto" is 2 on a GPU and 0 on a CPU."""
-
-    max_length: int = 1024
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    validation: float = 0.05
-    seed: int = 0
-    batch_size: int = 2
-    max_tokens: int | None = None
-    prefetch: int | str = AUTO
-    states: str = CACHE
-    target_device: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.states not in (CACHE, ONLINE):
-            raise ValueError(f"states: got '{self.states}'; accepted: {CACHE}, {ONLINE}")
-        if self.target_device is not None and self.states != ONLINE:
-            raise ValueError(
-                f"target_device: got '{self.target_device}' with states={self.states}; it is for data=online"
-            )
-        if self.max_length < 2:
-            raise ValueError(f"max_length: got {self.max_length}; accepted: 2 or more tokens")
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"validation: got {self.validation}; accepted: a share from 0 to below 1")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed: got {self.seed}; accepted: 0 to 2**63 - 1")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size: got {self.batch_size}; accepted: 1 or more")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens: got {self.max_tokens}; accepted: 1 or more, or null for batch_size")
-        check_prefetch(self.prefetch)
-        if self.states == ONLINE and self.prefetch != AUTO:
-            raise ValueError(
-                f"prefetch: got {self.prefetch} with states={self.states}; accepted: {AUTO}, since the target itself "
-                "makes the next batch while the drafter learns"
-            )

@@ -1,7 +1,5 @@
 # From a SourceConfig to conversations: read, shuffle, convert, filter, split. Everything is lazy up to the split.
 
-import hashlib
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,9 +10,10 @@ from data.sources.read import Row, check_file, file_rows, hub_rows, numbered
 from data.sources.shapes import SkipRow, find_shape, is_ready, rename, to_conversation
 from data.sources.template import compile_template, render
 from drafters.errors import ConfigError, DataError
+from drafters.splits import split_conversations
 from drafters.types import Conversation
 
-__all__ = ["load_conversations", "load_part", "load_splits", "split_conversations"]
+__all__ = ["load_conversations", "load_part", "load_splits"]
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 _TRAIN_SPLITS = ("train", "training")
@@ -67,28 +66,6 @@ def load_splits(config: SourceConfig, *, validation: float, seed: int) -> tuple[
         found = ", ".join(sorted({str(split) for _, split in pairs}))
         raise DataError(f"source: no training conversations; the `split` column holds: {found}")
     return (train, held_out) if held_out else split_conversations(train, validation=validation, seed=seed)
-
-
-def split_conversations(
-    conversations: Iterable[Conversation], *, validation: float, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
-    """(training, validation): those `validation` (a share) whose hash of seed and id is smallest are held out.
-
-    So it does not depend on the order, and a conversation mostly stays on its side when others are added.
-    """
-    if not 0 <= validation < 1:
-        raise ConfigError(f"validation: got {validation}; accepted: a share from 0 to below 1")
-    everything = list(conversations)
-    count = math.ceil(validation * len(everything))
-    if count and count == len(everything):
-        raise DataError(
-            f"source: {len(everything)} conversation(s) cannot be split into training and validation; give more, or "
-            "set validation to 0"
-        )
-    keys = [hashlib.sha256(f"{seed}/{c.source}/{c.id}".encode()).digest() for c in everything]
-    held_out = set(sorted(range(len(everything)), key=keys.__getitem__)[:count])
-    train = [c for i, c in enumerate(everything) if i not in held_out]
-    return train, [everything[i] for i in sorted(held_out)]
 
 
 def _load(config: SourceConfig) -> Iterator[tuple[Conversation, str | None]]:

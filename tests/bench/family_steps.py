@@ -9,13 +9,14 @@ import time
 import torch
 from hydra import compose, initialize_config_dir
 
-from data.capture import capture_states, encode_splits
+from data.capture import capture_states
 from data.sources import load_splits
 from drafters.batches import BatchConfig, StatesLoader
 from drafters.chat import ChatEncoder
 from drafters.config import to_plain
 from drafters.door import load_target
 from drafters.heads.start import Start
+from drafters.splits import encode_splits
 from drafters.training.optim import build_optimizer
 from tests.door_world import ROOT
 from train import read_plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 from data.samples.templates.base import Template
@@ -12,6 +13,7 @@ from data.samples.templates.python_render import Draw, registrar
 TEMPLATES: list[Template] = []
 task = registrar(TEMPLATES)
 FRUIT = ["apple", "pear", "plum", "fig", "kiwi", "lime"]
+ORDERS: list[Callable[[list[int]], list[int]]] = [sorted, lambda x: sorted(x, reverse=True), list]
 
 
 def ints(low: int = -9, high: int = 20, *, least: int = 3, most: int = 7) -> Draw:
@@ -273,11 +275,7 @@ def differences(numbers: list[int]) -> list[int]:
     "check whether a list is sorted in increasing or decreasing order",
     "Return 'up' if the numbers never decrease, 'down' if they never increase, and 'neither' otherwise. Equal numbers "
     "throughout count as 'up'.",
-    lambda rng: (
-        rng.choice([sorted, lambda x: sorted(x, reverse=True), list])(
-            [rng.randint(1, 12) for _ in range(rng.randint(3, 5))]
-        ),
-    ),
+    lambda rng: (rng.choice(ORDERS)([rng.randint(1, 12) for _ in range(rng.randint(3, 5))]),),
 )
 def direction(numbers: list[int]) -> str:
     if numbers == sorted(numbers):
