@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin
+
 if TYPE_CHECKING:
     from data.prompts import PromptConfig, Trained
     from data.sources import SourceConfig
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from drafters.target import FrozenTarget
     from drafters.types import Sampling
 
+CONF = str(Path(__file__).resolve().parent / "conf")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MEASURE = ("max_new_tokens", "length", "tree", "batch_size", "seed", "num_speed_prompts", "profile_rounds")
 PROMPTS = ("split", "num_prompts", "turns", "system")
@@ -353,7 +356,7 @@ def folder_name(dialogues: Sequence["Dialogue"], config: "MeasureConfig", more: 
     return re.sub(r"[^\w.-]+", "_", names)[: 60 - len(end)].strip("-_.") + end
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
@@ -362,4 +365,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -13,6 +13,8 @@ import hydra
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
+from data.command import begin
+
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from drafters.training.plan import Plan
     from drafters.types import Example, Needs
 
+CONF = str(Path(__file__).resolve().parent / "conf")
 NUM_PROBED = 8  # prompts of a probe in the middle of training
 
 
@@ -297,7 +300,7 @@ def sweep_launcher() -> str:
 failed_jobs: list[str] = []
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def main(cfg: DictConfig) -> None:
     from drafters.distributed import Ranks, leave
     from drafters.door import door, only_first_speaks
@@ -367,6 +370,6 @@ if __name__ == "__main__":
     # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     announce_jobs()
-    main()
+    begin(main)
     if failed_jobs:
         sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin
+
 if TYPE_CHECKING:
     from data.sources import DataConfig, SourceConfig
     from drafters.cache import CacheKey, HiddenCache
@@ -231,4 +233,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -14,6 +14,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin
 from data.engines.answers import RegenerateConfig, claim
 from drafters.errors import DataError
 
@@ -130,4 +131,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -111,4 +113,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)
