@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 
 if TYPE_CHECKING:
     from data.prompts import PromptConfig, Trained
@@ -361,6 +361,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "evaluate")
         evaluate(cfg)
 
 

@@ -13,7 +13,7 @@ import hydra
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from drafters.training.plan import Plan
     from drafters.types import Example, Needs
 
-CONF = str(Path(__file__).resolve().parent / "conf")
+CHECKOUT = Path(__file__).resolve().parent
+CONF = str(CHECKOUT / "conf")
 NUM_PROBED = 8  # prompts of a probe in the middle of training
 
 
@@ -297,6 +298,14 @@ def sweep_launcher() -> str:
     return str(job.launcher["_target_"]) if job.mode == RunMode.MULTIRUN else ""
 
 
+def chosen_launcher() -> str | None:
+    """The name of the launcher that this command or its experiment chose."""
+    from hydra.core.hydra_config import HydraConfig
+
+    name: str | None = HydraConfig.get().runtime.choices.get("hydra/launcher")
+    return name
+
+
 failed_jobs: list[str] = []
 
 
@@ -304,11 +313,15 @@ failed_jobs: list[str] = []
 def main(cfg: DictConfig) -> None:
     from drafters.distributed import Ranks, leave
     from drafters.door import door, only_first_speaks
+    from drafters.launcher import check_named
 
     try:
         with door():
+            check_settings(cfg, "train")
             with Ranks.from_environment() as ranks:
                 only_first_speaks(ranks)
+                if ranks.size == 1:
+                    check_named(chosen_launcher(), is_sweep=sweep_launcher() != "", checkout=CHECKOUT)
                 if not started_here(cfg, ranks):
                     train(cfg, ranks)
             if ranks.size > 1:
@@ -323,53 +336,63 @@ def main(cfg: DictConfig) -> None:
         failed_jobs.append(cfg.name)
 
 
-def announce_jobs() -> None:
-    """One line of what comes, where this command submits jobs. Exits where it cannot."""
+def check_words() -> None:
+    """Exits with one line where the command names a launcher that cannot be used: Hydra would not say why."""
     from drafters.door import door
     from drafters.launcher import check_launcher
 
     with door():
-        launcher = check_launcher(sys.argv[1:], checkout=Path(__file__).resolve().parent)
-        if launcher is not None:
-            sys.stderr.write(
-                f"{launcher}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
-                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
-            )
-    launch_in_order(is_submitting=launcher is not None)
+        check_launcher(sys.argv[1:], checkout=CHECKOUT)
 
 
-def launch_in_order(*, is_submitting: bool) -> None:
-    """Let Hydra's launcher end with one line, not with a traceback, where it has no jobs or loses them."""
+def launch_in_order() -> None:
+    """Let Hydra's launcher say what comes, and end with one line, not with a traceback, where it has no jobs or loses
+    them. Checks launchers that experiments name, too."""
     from hydra.core.plugins import Plugins
 
     Plugins.instance()  # loads the launchers anew: those of before are not the ones that are used
-    from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+    make = Plugins.instantiate_launcher
 
-    kind: Any = BasicLauncher
-    if is_submitting:
-        from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
-
-        kind = BaseSubmititLauncher
-    launch = kind.launch
-
-    def launch_jobs(self: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+    def make_launcher(self: Any, *, config: DictConfig, **given: Any) -> Any:
         from drafters.door import door
-        from drafters.launcher import check_jobs, submitting
+        from drafters.launcher import LAUNCHER, check_named
 
         with door():
-            check_jobs(job_overrides)
-            if not is_submitting:
-                return launch(self, job_overrides, initial_job_idx)
-            with submitting(f"{self.config.hydra.sweep.dir}/.submitit"):
-                return launch(self, job_overrides, initial_job_idx)
+            name = check_named(config.hydra.runtime.choices.get(LAUNCHER), is_sweep=True, checkout=CHECKOUT)
+        if name is not None:
+            sys.stderr.write(
+                f"{name}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
+                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
+            )
+        launcher = make(self, config=config, **given)
+        kind, launch, logs = type(launcher), type(launcher).launch, None if name is None else config.hydra.sweep.dir
+        # Of the class: a launcher that submits jobs sends itself along.
+        kind.launch = lambda self, *jobs, **more: launch_jobs(partial(launch, self), logs, *jobs, **more)
+        return launcher
 
-    kind.launch = launch_jobs
+    Plugins.instantiate_launcher = make_launcher
+
+
+def launch_jobs(
+    launch: Callable[..., Any], logs: str | None, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+) -> Any:
+    """What a launcher does. `logs`: where it submits jobs, the folder of their logs; None where it runs them here."""
+    from drafters.door import door
+    from drafters.launcher import check_jobs, submitting
+
+    with door():
+        check_jobs(job_overrides)
+        if logs is None:
+            return launch(job_overrides, initial_job_idx)
+        with submitting(f"{logs}/.submitit"):
+            return launch(job_overrides, initial_job_idx)
 
 
 if __name__ == "__main__":
     # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    announce_jobs()
+    check_words()
+    launch_in_order()
     begin(main)
     if failed_jobs:
         sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")

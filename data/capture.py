@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 
 if TYPE_CHECKING:
     from data.sources import DataConfig, SourceConfig
@@ -224,6 +224,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "capture")
         if typed(Choice, {"plan": cfg.plan, "device": cfg.device}, key="").plan:
             from data.plan import plan_capture
 

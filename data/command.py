@@ -3,20 +3,23 @@
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from drafters.errors import ConfigError
 
-__all__ = ["begin"]
+__all__ = ["begin", "check_settings"]
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
 FULL = "HYDRA_FULL_ERROR"
 # Before a door's own work begins all errors are of what was asked for, whatever their class.
 OF_COMMANDS = (
@@ -54,6 +57,19 @@ def begin(main: Callable[[], None]) -> None:
             os.environ.pop(FULL, None)
 
 
+def check_settings(cfg: DictConfig, door: str) -> None:
+    """Raises ConfigError for a setting of `cfg`, the whole of a door's, that conf/<door>.yaml does not have: what was
+    added with + or by a file of the user's would act on nothing."""
+    own = OmegaConf.to_container(OmegaConf.load(CONF / f"{door}.yaml"), resolve=False)
+    assert isinstance(own, dict)
+    chosen = [name for one in own.pop("defaults") if isinstance(one, dict) for name in one]
+    groups = {name.partition("@")[2].partition(".")[0] or name for name in chosen if not name.startswith("override ")}
+    known = {str(name) for name in own} | groups - {"experiment"}
+    for name in cfg:
+        if name not in known:
+            raise ConfigError(f"{name}: unknown setting; {_choices(str(name), known)}")
+
+
 def _check_arguments() -> None:
     """Raises ConfigError for options, such as --config-dir, that Hydra does not know or cannot take together."""
     from hydra._internal.utils import get_args_parser
@@ -78,7 +94,8 @@ def _told(error: BaseException) -> str:
     """One line of what is wrong."""
     cause = error.__cause__
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read: {_reason(error)}; {SYNTAX}"
+        reason = re.sub(r"Error parsing override '.*?'(?= |$)|LexerNoViableAltException: .*", "", _line(error)).strip()
+        return f"{error.override}: cannot be read{f': {reason}' if reason else ''}; {SYNTAX}"
     if isinstance(error, MissingConfigException):
         return _missing(error)
     if isinstance(error, SearchPathException):
@@ -90,10 +107,23 @@ def _told(error: BaseException) -> str:
     if isinstance(error, YAMLError):
         return f"a YAML file cannot be read: {_line(error)}; mend it"
     if isinstance(error, OSError) and error.filename:
-        return (
-            f"{error.filename}: {error.strerror}; choose another folder (outputs=, hydra.run.dir= or hydra.sweep.dir=)"
-        )
-    return _line(error).removeprefix("error: ")
+        where = "outputs=, hydra.run.dir= or hydra.sweep.dir="
+        return f"{error.filename!s}: {error.strerror}; choose another folder ({where})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a YAML file is not UTF-8 text: {_line(error)}; mend those that --config-dir or conf/ has"
+    said = _line(error)
+    if said.startswith("Config group override must be"):
+        said = f"{_odd_choice() or 'a group'} is no choice: it takes the name of a file, see --info defaults-tree"
+    return said.removeprefix("error: ") if said.startswith("error: ") else f"{said}; {SYNTAX}"
+
+
+def _odd_choice() -> str | None:
+    """The first word of the command that gives a group what is no name."""
+    for word in sys.argv[1:]:
+        group, _, value = word.lstrip("+~").partition("=")
+        if (CONF / group).is_dir() and (not group or re.match(r"(null|true|false)$|[\d.+-]|$", value, re.IGNORECASE)):
+            return f"{word}:"
+    return None
 
 
 def _missing(error: MissingConfigException) -> str:
@@ -101,9 +131,12 @@ def _missing(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     where = re.match(r"In '([^']+)'", str(error))
     of = f" (from {where[1]})" if where and "/" in where[1] else ""
+    if error.missing_cfg_file is None:
+        return f"--config-path: {_line(error)}; leave it out, or use --config-dir, which adds a folder"
     if not group:
         return f"--config-name: got '{option}', and there is no such file{of}; leave it out"
-    return f"{group}: got '{option}'{of}; {_choices(option, error.options or ())}"
+    more = "; pip install -c constraints.txt '.[slurm]' has more" if group == "hydra/launcher" else ""
+    return f"{group}: got '{option}'{of}; {_choices(option, error.options or ())}{more}"
 
 
 def _refused(error: OmegaConfBaseException, before: str) -> str:
@@ -117,6 +150,8 @@ def _refused(error: OmegaConfBaseException, before: str) -> str:
         and "not in struct" in str(error)
     ):
         names = [str(name) for name in parent]
+        if not names:
+            return f"{key}: unknown setting; there are none below {key.rpartition('.')[0]}; +{key}= adds what is free"
         return f"{key}: unknown setting or group; {_choices(key.rpartition('.')[2], names)}"
     kind = "a list; give all of it, as in key=[1,2]" if isinstance(parent, ListConfig) else ""
     reason = _reason(error)

@@ -14,7 +14,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 from data.engines.answers import RegenerateConfig, claim
 from drafters.errors import DataError
 
@@ -127,6 +127,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "regenerate")
         run(cfg)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -109,6 +109,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "show")
         show(cfg)
 
 

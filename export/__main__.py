@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 
 if TYPE_CHECKING:
     from drafters.contestants import Entry
@@ -123,6 +123,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "export")
         export(cfg)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from data.command import begin
+from data.command import begin, check_settings
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
@@ -60,6 +60,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "import")
         bring_in(cfg)
 
 
