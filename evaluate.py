@@ -121,6 +121,8 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     if settings.name == "show" and wanted.num_prompts is None:
         wanted = replace(wanted, num_prompts=1)
     _, source = build_config(cfg.source, key="source")
+    for name, baseline in plain["baselines"].items():
+        build_config(baseline, key=f"baselines.{name}")
     entries = find_entries(choice.names, plain["baselines"], key="run" if choice.compare is None else "compare")
     node = target_node(entries, plain.get("target"))
     target = load_target(node, device=ranks.device(choice.device))
@@ -222,11 +224,17 @@ def task_settings(node: Mapping[str, Any], choice: Choice, *, has_schedule: bool
     from drafters.config import typed
     from drafters.errors import ConfigError
 
-    name, kind = node["name"], Plain
+    name, kind = str(node["name"]), Plain
     if name not in ("measure", "show"):
         from drafters.scheduling.studies import STUDIES
 
+        if name not in STUDIES:
+            raise ConfigError(
+                f"task.name: got '{name}'; accepted: measure, show, {', '.join(STUDIES)}; give task= alone"
+            )
         kind = STUDIES[name][0]
+    if name != "show" and choice.by_round:
+        raise ConfigError(f"by_round: got true; it is for task=show, task={name} prints no rounds; leave it out")
     if name != "measure" and choice.run is None:
         raise ConfigError(f"compare: task={name} is about one drafter; give run= instead")
     if name != "show" and choice.text is not None:

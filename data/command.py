@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from drafters.config import to_plain
 from drafters.errors import ConfigError
 
 __all__ = ["begin", "check_settings"]
@@ -60,6 +61,7 @@ def begin(main: Callable[[], None]) -> None:
 def check_settings(cfg: DictConfig, door: str) -> None:
     """Raises ConfigError for a setting of `cfg`, the whole of a door's, that conf/<door>.yaml does not have: what was
     added with + or by a file of the user's would act on nothing."""
+    to_plain(cfg)  # Of an interpolation that leads nowhere Hydra would say where it was met.
     own = OmegaConf.to_container(OmegaConf.load(CONF / f"{door}.yaml"), resolve=False)
     assert isinstance(own, dict)
     chosen = [name for one in own.pop("defaults") if isinstance(one, dict) for name in one]
@@ -77,6 +79,8 @@ def _check_arguments() -> None:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments:") and "=" in message:
+            raise ConfigError(f"{message}: options such as -m and --config-dir stand before all settings")
         raise ConfigError(f"{message}; see --hydra-help for what is accepted; settings are written key=value")
 
     parser.error = refuse  # type: ignore[method-assign]
