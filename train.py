@@ -13,7 +13,7 @@ import hydra
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from data.command import begin, check_settings
+from data.command import CHECKOUT, CONF, begin, check_settings, launch_in_order
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from drafters.storage import Folder
     from drafters.target import FrozenTarget
     from drafters.training.plan import Plan
-    from drafters.types import Example, Needs
+    from drafters.types import Conversation, Example, Needs
 
-CHECKOUT = Path(__file__).resolve().parent
-CONF = str(CHECKOUT / "conf")
 NUM_PROBED = 8  # prompts of a probe in the middle of training
 
 
@@ -44,7 +42,6 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     import torch
 
     from data.capture import encode_splits, states_place
-    from data.prompts import held_out_prompts
     from data.sources import ONLINE, load_splits
     from drafters.chat import ChatEncoder
     from drafters.config import to_plain
@@ -80,8 +77,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
-        room = target.spec.max_position - plan.report.max_new_tokens
-        prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
+        prompts = report_prompts(plan, parts[1], encoder, target, outline)
         splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
@@ -93,7 +89,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         states = find_states(plan, target, splits, encoder, outline.needs, ranks)
         start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
-        probe = build_probe(plan, target, drafter, prompts) if plan.decodes else None
+        probe = build_probe(plan, target, prompts) if plan.decodes else None
         module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
         begin_logging(plan, run, module, ranks)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
@@ -231,16 +227,28 @@ def measured_as(plan: "Plan", target: "FrozenTarget") -> "MeasureConfig":
     return replace(plan.report, sampling=effective_sampling(target.model.generation_config, asked))
 
 
-def build_probe(
-    plan: "Plan", target: "FrozenTarget", drafter: "Drafter", prompts: "list[Dialogue]"
-) -> "Callable[[Drafter], dict[str, float]]":
-    """What decodes in the middle of training. Raises ConfigError for settings of `report` that do not fit."""
+def report_prompts(
+    plan: "Plan", part: Sequence["Conversation"], encoder: "ChatEncoder", target: "FrozenTarget", outline: "Drafter"
+) -> list["Dialogue"]:
+    """What the report and the probes decode. Raises ConfigError for settings of `report` that do not fit."""
+    from data.prompts import held_out_prompts
     from drafters.decoding.measure import check_settings
+
+    room = target.spec.max_position - plan.report.max_new_tokens
+    prompts = held_out_prompts(part, encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
+    if plan.decodes:
+        check_settings(outline, prompts, measured_as(plan, target), key="report")
+    return prompts
+
+
+def build_probe(
+    plan: "Plan", target: "FrozenTarget", prompts: list["Dialogue"]
+) -> "Callable[[Drafter], dict[str, float]]":
+    """What decodes in the middle of training."""
     from drafters.decoding.probe import acceptance_probe
 
-    config = measured_as(plan, target)
-    check_settings(drafter, prompts, config, key="report")
-    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=config.sampling)
+    sampling = measured_as(plan, target).sampling
+    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=sampling)
 
 
 def end(
@@ -309,7 +317,7 @@ def chosen_launcher() -> str | None:
 failed_jobs: list[str] = []
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(cfg: DictConfig) -> None:
     from drafters.distributed import Ranks, leave
     from drafters.door import door, only_first_speaks
@@ -343,49 +351,6 @@ def check_words() -> None:
 
     with door():
         check_launcher(sys.argv[1:], checkout=CHECKOUT)
-
-
-def launch_in_order() -> None:
-    """Let Hydra's launcher say what comes, and end with one line, not with a traceback, where it has no jobs or loses
-    them. Checks launchers that experiments name, too."""
-    from hydra.core.plugins import Plugins
-
-    Plugins.instance()  # loads the launchers anew: those of before are not the ones that are used
-    make = Plugins.instantiate_launcher
-
-    def make_launcher(self: Any, *, config: DictConfig, **given: Any) -> Any:
-        from drafters.door import door
-        from drafters.launcher import LAUNCHER, check_named
-
-        with door():
-            name = check_named(config.hydra.runtime.choices.get(LAUNCHER), is_sweep=True, checkout=CHECKOUT)
-        if name is not None:
-            sys.stderr.write(
-                f"{name}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
-                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
-            )
-        launcher = make(self, config=config, **given)
-        kind, launch, logs = type(launcher), type(launcher).launch, None if name is None else config.hydra.sweep.dir
-        # Of the class: a launcher that submits jobs sends itself along.
-        kind.launch = lambda self, *jobs, **more: launch_jobs(partial(launch, self), logs, *jobs, **more)
-        return launcher
-
-    Plugins.instantiate_launcher = make_launcher
-
-
-def launch_jobs(
-    launch: Callable[..., Any], logs: str | None, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-) -> Any:
-    """What a launcher does. `logs`: where it submits jobs, the folder of their logs; None where it runs them here."""
-    from drafters.door import door
-    from drafters.launcher import check_jobs, submitting
-
-    with door():
-        check_jobs(job_overrides)
-        if logs is None:
-            return launch(job_overrides, initial_job_idx)
-        with submitting(f"{logs}/.submitit"):
-            return launch(job_overrides, initial_job_idx)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,9 +19,10 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from drafters.config import to_plain
 from drafters.errors import ConfigError
 
-__all__ = ["begin", "check_settings"]
+__all__ = ["CHECKOUT", "CONF", "begin", "check_settings", "launch_in_order"]
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CHECKOUT = Path(__file__).resolve().parents[1]
+CONF = CHECKOUT / "conf"
 FULL = "HYDRA_FULL_ERROR"
 # Before a door's own work begins all errors are of what was asked for, whatever their class.
 OF_COMMANDS = (
@@ -70,6 +72,49 @@ def check_settings(cfg: DictConfig, door: str) -> None:
     for name in cfg:
         if name not in known:
             raise ConfigError(f"{name}: unknown setting; {_choices(str(name), known)}")
+
+
+def launch_in_order() -> None:
+    """Let Hydra's launcher say what comes, and end with one line, not with a traceback, where it has no jobs or loses
+    them. Checks launchers that experiments name, too."""
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # loads the launchers anew: those of before are not the ones that are used
+    make = Plugins.instantiate_launcher
+
+    def make_launcher(self: Any, *, config: DictConfig, **given: Any) -> Any:
+        from drafters.door import door
+        from drafters.launcher import LAUNCHER, check_named
+
+        with door():
+            name = check_named(config.hydra.runtime.choices.get(LAUNCHER), is_sweep=True, checkout=CHECKOUT)
+        if name is not None:
+            sys.stderr.write(
+                f"{name}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
+                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
+            )
+        launcher = make(self, config=config, **given)
+        kind, launch, logs = type(launcher), type(launcher).launch, None if name is None else config.hydra.sweep.dir
+        # Of the class: a launcher that submits jobs sends itself along.
+        kind.launch = lambda self, *jobs, **more: _launch_jobs(partial(launch, self), logs, *jobs, **more)
+        return launcher
+
+    Plugins.instantiate_launcher = make_launcher
+
+
+def _launch_jobs(
+    launch: Callable[..., Any], logs: str | None, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+) -> Any:
+    """What a launcher does. `logs`: where it submits jobs, the folder of their logs; None where it runs them here."""
+    from drafters.door import door
+    from drafters.launcher import check_jobs, submitting
+
+    with door():
+        check_jobs(job_overrides)
+        if logs is None:
+            return launch(job_overrides, initial_job_idx)
+        with submitting(f"{logs}/.submitit"):
+            return launch(job_overrides, initial_job_idx)
 
 
 def _check_arguments() -> None:

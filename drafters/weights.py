@@ -134,7 +134,9 @@ def fingerprint(folder: Path) -> str:
         return str(json.loads(source.read_text())["sha256"])
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")
+        raise CheckpointError(
+            f"target.weights: {folder} holds no .safetensors file; give the folder of a model in that format"
+        )
     config = json.loads((folder / "config.json").read_text())
     kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())

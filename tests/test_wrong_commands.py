@@ -215,16 +215,27 @@ def whole(door, words, world, run, mine):
     return [*right, *given]
 
 
-@pytest.mark.parametrize(("door", "words", "said"), CASES, ids=lambda value: value if value in WRONG else None)
-def test_a_wrong_command_ends_with_one_line(world, run, mine, tmp_path, monkeypatch, capsys, door, words, said):
-    before = contents(world) | contents(mine)
+@pytest.fixture
+def told(world, run, mine, tmp_path, monkeypatch, capsys):
+    """A function that runs a command in an empty folder, and holds that nothing was written or lost."""
     monkeypatch.chdir(tmp_path)
-    found = run_door(door, whole(door, words.split(" "), world, run, mine), monkeypatch, capsys)
+
+    def call(door, words):
+        before = contents(world) | contents(mine)
+        found = run_door(door, whole(door, words.split(" "), world, run, mine), monkeypatch, capsys)
+        assert contents(world) | contents(mine) == before
+        kept = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+        assert kept <= {"run.lock", "settings.json", "multirun.yaml", ".lock"}, kept
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize(("door", "words", "said"), CASES, ids=lambda value: value if value in WRONG else None)
+def test_a_wrong_command_ends_with_one_line(told, door, words, said):
+    found = told(door, words)
     assert found.code != 0, found
     assert len(found.errors) == 1, found
     assert found.errors[0].startswith("error: "), found
     assert "Traceback" not in found.out
     assert re.search(said, found.errors[0]), found
-    assert contents(world) | contents(mine) == before
-    kept = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert kept <= {"run.lock", "settings.json", "multirun.yaml", ".lock"}, kept
