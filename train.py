@@ -77,11 +77,11 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
-        prompts = report_prompts(plan, parts[1], encoder, target, outline)
         splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
         check_block_size(splits["train"], outline.block_size)
+        prompts = report_prompts(plan, parts[1], encoder, target, outline)
         if not target.has_layers:
             cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
             target = read_head_or_load(target, cache, (weights, device), load, ranks)
