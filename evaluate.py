@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin, check_settings
+
 if TYPE_CHECKING:
     from data.prompts import PromptConfig, Trained
     from data.sources import SourceConfig
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from drafters.target import FrozenTarget
     from drafters.types import Sampling
 
+CONF = str(Path(__file__).resolve().parent / "conf")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MEASURE = ("max_new_tokens", "length", "tree", "batch_size", "seed", "num_speed_prompts", "profile_rounds")
 PROMPTS = ("split", "num_prompts", "turns", "system")
@@ -118,6 +121,8 @@ def read_task(cfg: DictConfig, ranks: "Ranks") -> Task:
     if settings.name == "show" and wanted.num_prompts is None:
         wanted = replace(wanted, num_prompts=1)
     _, source = build_config(cfg.source, key="source")
+    for name, baseline in plain["baselines"].items():
+        build_config(baseline, key=f"baselines.{name}")
     entries = find_entries(choice.names, plain["baselines"], key="run" if choice.compare is None else "compare")
     node = target_node(entries, plain.get("target"))
     target = load_target(node, device=ranks.device(choice.device))
@@ -220,12 +225,18 @@ def task_settings(node: Mapping[str, Any], choice: Choice, *, has_schedule: bool
     from drafters.config import typed
     from drafters.errors import ConfigError
 
-    name: str = node["name"]
+    name = str(node["name"])
     kind: type = Plain
     if name not in ("measure", "show"):
         from drafters.scheduling.studies import STUDIES
 
+        if name not in STUDIES:
+            raise ConfigError(
+                f"task.name: got '{name}'; accepted: measure, show, {', '.join(STUDIES)}; give task= alone"
+            )
         kind = STUDIES[name][0]
+    if name != "show" and choice.by_round:
+        raise ConfigError(f"by_round: got true; it is for task=show, task={name} prints no rounds; leave it out")
     if name != "measure" and choice.run is None:
         raise ConfigError(f"compare: task={name} is about one drafter; give run= instead")
     if name != "show" and choice.text is not None:
@@ -355,13 +366,14 @@ def folder_name(dialogues: Sequence["Dialogue"], config: "MeasureConfig", more: 
     return re.sub(r"[^\w.-]+", "_", names)[: 60 - len(end)].strip("-_.") + end
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "evaluate")
         evaluate(cfg)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

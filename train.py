@@ -13,6 +13,8 @@ import hydra
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
+from data.command import CHECKOUT, CONF, begin, check_settings, launch_in_order
+
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from drafters.storage import Folder
     from drafters.target import FrozenTarget
     from drafters.training.plan import Plan
-    from drafters.types import Example, Needs
+    from drafters.types import Conversation, Example, Needs
 
 NUM_PROBED = 8  # prompts of a probe in the middle of training
 
@@ -39,7 +41,6 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     so together."""
     import torch
 
-    from data.prompts import held_out_prompts
     from data.sources import load_splits
     from drafters.chat import ChatEncoder
     from drafters.config import to_plain
@@ -76,12 +77,11 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         outline = check_fits(*plan.drafter, target)
         warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
         encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
-        room = target.spec.max_position - plan.report.max_new_tokens
-        prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
         splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
         for name, counted in reports.items():
             say(f"{name}: {counted.summary()}")
         check_block_size(splits["train"], outline.block_size)
+        prompts = report_prompts(plan, parts[1], encoder, target, outline)
         if not target.has_layers:
             cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
             target = read_head_or_load(target, cache, (weights, device), load, ranks)
@@ -89,7 +89,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
         states = find_states(plan, target, splits, encoder, outline.needs, ranks)
         start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
         drafter = start_drafter(plan, run, start)
-        probe = build_probe(plan, target, drafter, prompts) if plan.decodes else None
+        probe = build_probe(plan, target, prompts) if plan.decodes else None
         module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
         begin_logging(plan, run, module, ranks)
         fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
@@ -227,16 +227,28 @@ def measured_as(plan: "Plan", target: "FrozenTarget") -> "MeasureConfig":
     return replace(plan.report, sampling=effective_sampling(target.model.generation_config, asked))
 
 
-def build_probe(
-    plan: "Plan", target: "FrozenTarget", drafter: "Drafter", prompts: "list[Dialogue]"
-) -> "Callable[[Drafter], dict[str, float]]":
-    """What decodes in the middle of training. Raises ConfigError for settings of `report` that do not fit."""
+def report_prompts(
+    plan: "Plan", part: Sequence["Conversation"], encoder: "ChatEncoder", target: "FrozenTarget", outline: "Drafter"
+) -> list["Dialogue"]:
+    """What the report and the probes decode. Raises ConfigError for settings of `report` that do not fit."""
+    from data.prompts import held_out_prompts
     from drafters.decoding.measure import check_settings
+
+    room = target.spec.max_position - plan.report.max_new_tokens
+    prompts = held_out_prompts(part, encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
+    if plan.decodes:
+        check_settings(outline, prompts, measured_as(plan, target), key="report")
+    return prompts
+
+
+def build_probe(
+    plan: "Plan", target: "FrozenTarget", prompts: list["Dialogue"]
+) -> "Callable[[Drafter], dict[str, float]]":
+    """What decodes in the middle of training."""
     from drafters.decoding.probe import acceptance_probe
 
-    config = measured_as(plan, target)
-    check_settings(drafter, prompts, config, key="report")
-    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=config.sampling)
+    sampling = measured_as(plan, target).sampling
+    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=sampling)
 
 
 def end(
@@ -294,18 +306,30 @@ def sweep_launcher() -> str:
     return str(job.launcher["_target_"]) if job.mode == RunMode.MULTIRUN else ""
 
 
+def chosen_launcher() -> str | None:
+    """The name of the launcher that this command or its experiment chose."""
+    from hydra.core.hydra_config import HydraConfig
+
+    name: str | None = HydraConfig.get().runtime.choices.get("hydra/launcher")
+    return name
+
+
 failed_jobs: list[str] = []
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(cfg: DictConfig) -> None:
     from drafters.distributed import Ranks, leave
     from drafters.door import door, only_first_speaks
+    from drafters.launcher import check_named
 
     try:
         with door():
+            check_settings(cfg, "train")
             with Ranks.from_environment() as ranks:
                 only_first_speaks(ranks)
+                if ranks.size == 1:
+                    check_named(chosen_launcher(), is_sweep=sweep_launcher() != "", checkout=CHECKOUT)
                 if not started_here(cfg, ranks):
                     train(cfg, ranks)
             if ranks.size > 1:
@@ -320,53 +344,20 @@ def main(cfg: DictConfig) -> None:
         failed_jobs.append(cfg.name)
 
 
-def announce_jobs() -> None:
-    """One line of what comes, where this command submits jobs. Exits where it cannot."""
+def check_words() -> None:
+    """Exits with one line where the command names a launcher that cannot be used: Hydra would not say why."""
     from drafters.door import door
     from drafters.launcher import check_launcher
 
     with door():
-        launcher = check_launcher(sys.argv[1:], checkout=Path(__file__).resolve().parent)
-        if launcher is not None:
-            sys.stderr.write(
-                f"{launcher}: one job a choice, with its log in outputs/.submitit; squeue --me shows them. This "
-                "command waits for them; Ctrl-C ends the waiting, not the jobs.\n"
-            )
-    launch_in_order(is_submitting=launcher is not None)
-
-
-def launch_in_order(*, is_submitting: bool) -> None:
-    """Let Hydra's launcher end with one line, not with a traceback, where it has no jobs or loses them."""
-    from hydra.core.plugins import Plugins
-
-    Plugins.instance()  # loads the launchers anew: those of before are not the ones that are used
-    from hydra._internal.core_plugins.basic_launcher import BasicLauncher
-
-    kind: Any = BasicLauncher
-    if is_submitting:
-        from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
-
-        kind = BaseSubmititLauncher
-    launch = kind.launch
-
-    def launch_jobs(self: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-        from drafters.door import door
-        from drafters.launcher import check_jobs, submitting
-
-        with door():
-            check_jobs(job_overrides)
-            if not is_submitting:
-                return launch(self, job_overrides, initial_job_idx)
-            with submitting(f"{self.config.hydra.sweep.dir}/.submitit"):
-                return launch(self, job_overrides, initial_job_idx)
-
-    kind.launch = launch_jobs
+        check_launcher(sys.argv[1:], checkout=CHECKOUT)
 
 
 if __name__ == "__main__":
     # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    announce_jobs()
-    main()
+    check_words()
+    launch_in_order()
+    begin(main)
     if failed_jobs:
         sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")

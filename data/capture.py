@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin, check_settings
+
 if TYPE_CHECKING:
     from data.sources import DataConfig, SourceConfig
     from drafters.cache import HiddenCache
@@ -173,6 +175,7 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "capture")
         if typed(Choice, {"plan": cfg.plan, "device": cfg.device}, key="").plan:
             from data.plan import plan_capture
 
@@ -182,4 +185,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -148,7 +148,7 @@ def _asked(conversations: Iterable[Conversation], config: PromptConfig) -> list[
             head = (*given, *(message for message in head if message.role not in ("system", "developer")))
         found.append(_Asked(conversation.source, head, later[: None if config.turns is None else config.turns - 1]))
     if not found:
-        raise DataError("source: no user message in any conversation, so nothing to answer")
+        raise DataError("source: no user message in any conversation, so nothing to answer; choose another source=")
     return found
 
 

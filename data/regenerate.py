@@ -14,6 +14,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin, check_settings
 from data.engines.answers import RegenerateConfig, claim
 from drafters.errors import DataError
 
@@ -126,8 +127,9 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "regenerate")
         run(cfg)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin, check_settings
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -107,8 +109,9 @@ def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "show")
         show(cfg)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -36,8 +36,9 @@ class CaptureConfig:
         find_codec(self.codec)
         if self.last not in (ALL, SUPERVISED):
             raise ValueError(f"last: got '{self.last}'; accepted: {ALL}, {SUPERVISED}")
-        if self.tokens_per_shard < 1 or self.batch_tokens < 1:
-            raise ValueError("tokens_per_shard and batch_tokens must be 1 or more")
+        for name in ("tokens_per_shard", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}; accepted: 1 or more")
         if self.mirror is not None and is_url(self.mirror):
             raise ValueError(f"mirror: got '{self.mirror}'; accepted: a folder of this machine, not a URL")
         if self.root is not None and is_url(self.root):

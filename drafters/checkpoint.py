@@ -221,7 +221,9 @@ def _construct(folder: Path, node: dict[str, Any], spec: TargetSpec, tensors: Ma
         cls: Any = locate(str(node.get("_target_", "")), key=f"{key}._target_")
         is_drafter = isinstance(cls, type) and issubclass(cls, Drafter)
         if not is_drafter:
-            raise CheckpointError(f"{key}._target_: '{node['_target_']}' is not a Drafter class")
+            raise CheckpointError(
+                f"{key}._target_: '{node['_target_']}' is not a Drafter class; accepted: one of heads.base.Drafter"
+            )
         drafter: Drafter = cls.from_tensors(typed(cls.Config, node, key=key), spec, tensors)
         return drafter
     except ConfigError as error:

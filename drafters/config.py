@@ -33,7 +33,7 @@ def locate(path: str, *, key: str = "_target_") -> Any:
             raise
         raise ConfigError(f"{key}: no module '{error.name}' for '{path}'; is its folder on PYTHONPATH?") from error
     except AttributeError as error:
-        raise ConfigError(f"{key}: module '{module}' has no '{name}'") from error
+        raise ConfigError(f"{key}: module '{module}' has no '{name}'; write one of its classes") from error
 
 
 def typed(schema: type, node: Any, *, key: str) -> Any:
@@ -71,7 +71,9 @@ def build_config(node: Any, *, key: str) -> tuple[type, Any]:
     """(class, config instance) of a node with `_target_`. The class's `Config` types the rest of the node."""
     plain = to_plain(node)
     if not isinstance(plain, dict) or "_target_" not in plain:
-        raise ConfigError(f"{key}: needs a `_target_` that names a class")
+        raise ConfigError(
+            f"{key}: needs a `_target_` that names a class, such as package.module.ClassName; add it to its YAML"
+        )
     cls = locate(plain["_target_"], key=f"{key}._target_")
     schema = cls if is_dataclass(cls) else getattr(cls, "Config", None)
     if not isinstance(cls, type) or not isinstance(schema, type) or not is_dataclass(schema):

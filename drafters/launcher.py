@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drafters.errors import ConfigError, DraftersError
 
-__all__ = ["LAUNCHER", "check_jobs", "check_launcher", "submitting"]
+__all__ = ["LAUNCHER", "check_jobs", "check_launcher", "check_named", "submitting"]
 
 LAUNCHER = "hydra/launcher"
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
@@ -23,10 +23,14 @@ def check_launcher(arguments: Sequence[str], *, checkout: Path) -> str | None:
     """The launcher that a command line (without its first word) names, None for none; jobs of it will find the packages
     of `checkout`. Raises ConfigError where it is not installed, or where nothing would be submitted."""
     names = [word.partition("=")[2] for word in arguments if word.lstrip("+").partition("=")[0] == LAUNCHER]
-    name = names[-1] if names else None
+    return check_named(names[-1] if names else None, is_sweep=bool(set(SWEEPS) & set(arguments)), checkout=checkout)
+
+
+def check_named(name: str | None, *, is_sweep: bool, checkout: Path) -> str | None:
+    """As `check_launcher`, of a launcher's name, which an experiment may give too."""
     if name in (None, "basic"):
         return None
-    if not set(SWEEPS) & set(arguments):
+    if not is_sweep:
         raise ConfigError(
             f"{LAUNCHER}: got '{name}' without -m, which would run here and submit nothing; add -m to submit one job a "
             f"choice, or leave {LAUNCHER}= out"
@@ -42,8 +46,9 @@ def check_launcher(arguments: Sequence[str], *, checkout: Path) -> str | None:
             f"{LAUNCHER}= out to train here"
         )
     # Jobs begin in a module of submitit, not in the script, so they look for our packages in PYTHONPATH.
-    found = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout), *([found] if found else [])])
+    found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if str(checkout) not in found[:1]:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout), *found])
     return name
 
 

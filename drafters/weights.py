@@ -134,7 +134,9 @@ def fingerprint(folder: Path) -> str:
         return str(json.loads(source.read_text())["sha256"])
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")
+        raise CheckpointError(
+            f"target.weights: {folder} holds no .safetensors file; give the folder of a model in that format"
+        )
     try:
         config = json.loads((folder / "config.json").read_text())
     except ValueError as error:

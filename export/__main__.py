@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from data.command import begin, check_settings
+
 if TYPE_CHECKING:
     from drafters.contestants import Entry
     from export.exporting import Measure
 
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
 PROMPTS = ("split", "num_prompts", "turns")
 
 
@@ -115,13 +118,14 @@ def measure_of(cfg: DictConfig, choice: Choice, entry: "Entry") -> "Measure":
     return measure
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="export")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="export")
 def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "export")
         export(cfg)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -2,10 +2,15 @@
 # that `evaluate.py run=outputs/NAME` measures it and `train.py warm_start=outputs/NAME` trains it further.
 
 import os
+from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
+
+from data.command import begin, check_settings
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
 def bring_in(cfg: DictConfig) -> None:
@@ -50,13 +55,14 @@ def bring_in(cfg: DictConfig) -> None:
     say(f"Written: {run.drafter}; measure it with: python evaluate.py run={run.folder}")
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="import")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="import")
 def main(cfg: DictConfig) -> None:
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "import")
         bring_in(cfg)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

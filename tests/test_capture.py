@@ -315,7 +315,7 @@ def test_the_door_captures_and_the_second_time_does_not(saved, tmp_path, monkeyp
         ("cache.codec=int3", "error: cache.codec: got 'int3'; accepted: bf16, fp32"),
         ("cache.batch_tokens=abc", "error: cache.batch_tokens: got 'abc'"),
         ("+cache.shard=1", "error: cache.shard: unknown setting; accepted: name, root"),
-        ("cache.tokens_per_shard=0", "error: cache: tokens_per_shard and batch_tokens must be 1 or more"),
+        ("cache.tokens_per_shard=0", "error: cache.tokens_per_shard: got 0; accepted: 1 or more"),
         ("target.mask_token=9999", "error: target.mask_token: id 9999 is not in the vocabulary"),
         ("target.weights=/no/such/folder", "error: target.weights: '/no/such/folder' is not an existing folder"),
         ("source.path=/no/such/file.jsonl", "error: "),

@@ -46,13 +46,13 @@ def check_file(path: Path, *, key: str = "source.path") -> None:
     """Raises DataError when `path` cannot be a source: missing, a folder, empty, of an unknown format. `key` is the
     setting that names it."""
     if not path.exists():
-        raise DataError(f"{key}: no file '{path}' (looked in {path.absolute().parent})")
+        raise DataError(f"{key}: no file '{path}' (looked in {path.absolute().parent}); give one that exists")
     if not path.is_file():
         hint = "; give its files as a list: source.path=[a.jsonl,b.jsonl]" if key == "source.path" else ""
         raise DataError(f"{key}: '{path}' is not a file{hint}")
     _format(path, key=key)
     if path.stat().st_size == 0:
-        raise DataError(f"{key}: '{path}' is empty")
+        raise DataError(f"{key}: '{path}' is empty; give a file with conversations")
 
 
 def file_rows(path: Path, *, key: str = "source.path") -> Iterator[Row]:

@@ -115,7 +115,9 @@ def check_vocabulary(model: "FrozenTarget", target: "FrozenTarget") -> None:
     sizes are well: what no token uses is padding."""
     name = f"baselines.draft_model.weights: '{model.spec.name}'"
     if target.tokenizer is None or model.tokenizer is None:
-        raise ConfigError(f"{name}: both it and the target need a tokenizer, to compare their vocabularies")
+        raise ConfigError(
+            f"{name}: both it and the target need a tokenizer, to compare their vocabularies; give weights with one"
+        )
     own, wanted = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
     if own == wanted:
         return

@@ -159,6 +159,10 @@ def recorded(job: Job, path: str | None, *, everywhere: bool = False) -> Observa
     they are of another drafter, target, sampling or kind (see `observe`)."""
     if path is not None:
         chosen = Path(path).expanduser()
+        if not chosen.is_file():
+            raise ConfigError(
+                f"task.observations: got '{path}', which is no file; accepted: the {OBSERVATIONS} of an earlier task"
+            )
     else:
         run = None if job.folder is None else job.folder.parent
         found = [] if run is None else sorted(run.glob(f"calibrate/*/{OBSERVATIONS}"), key=lambda p: p.stat().st_mtime)

@@ -217,7 +217,9 @@ class DistillModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         if STATE_KEY not in checkpoint:
-            raise CheckpointError(f"resume: the checkpoint has no '{STATE_KEY}' entry: not written by this trainer")
+            raise CheckpointError(
+                f"resume: the checkpoint has no '{STATE_KEY}' entry: not written by this trainer; choose another name="
+            )
         state, target = checkpoint[STATE_KEY], self.target_head.spec.weights_hash
         if state["target"] != target:
             raise CheckpointError(
