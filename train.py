@@ -149,7 +149,8 @@ def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
     from hydra.core.hydra_config import HydraConfig
 
     from drafters.config import to_plain
-    from drafters.distributed import INTERRUPTED, launch
+    from drafters.distributed import launch
+    from drafters.stopping import INTERRUPTED
     from drafters.training.strategies import num_processes
 
     count = num_processes(to_plain(cfg.trainer), ranks)
@@ -262,7 +263,12 @@ def end(
         return
     drafter = load_drafter(run.drafter, spec=target.spec).to(target.device)
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
-    place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]}, ranks=ranks)
+    place = Place(
+        out=run.folder,
+        facts={"weights": settings["target"]["weights"]},
+        ranks=ranks,
+        kept=f"{run.drafter} is trained and kept; the same command measures it",
+    )
     measured = measure_and_write(target, contestants, prompts, measured_as(plan, target), place)
     for found in measured.values():  # on the first rank
         log_report(run.folder, settings, found, run.folder, prefix=REPORT)

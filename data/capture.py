@@ -51,6 +51,7 @@ def encode_splits(
     DataError when a split has conversations but no supervised token.
     """
     from drafters.chat import EncodeReport, encode_all
+    from drafters.progress import over
 
     if weights_hash is not None:
         _warn_of_foreign_answers([conversation for part in parts for conversation in part], weights_hash)
@@ -58,7 +59,8 @@ def encode_splits(
     reports: dict[str, EncodeReport] = {}
     for name, conversations in zip(("train", "validation"), parts, strict=True):
         reports[name] = EncodeReport()
-        splits[name] = encode_all(conversations, encoder, report=reports[name]) if conversations else []
+        shown = over(conversations, f"tokenising ({name})", unit="conversations")
+        splits[name] = encode_all(shown, encoder, report=reports[name]) if conversations else []
     return splits, reports
 
 
@@ -87,11 +89,13 @@ def capture_states(
     `drafters.cache_writer.capture` raises."""
     from drafters.cache_writer import Crew, capture
     from drafters.distributed import Ranks
+    from drafters.stopping import keeping
     from drafters.storage import LocalFolder
 
     ranks = ranks or Ranks()
     key, folder = states_place(target.spec, splits, config, encoder=encoder)
-    with CaptureBar() as bar:
+    kept = f"finished shards are kept in {folder}; the same command goes on with the others"
+    with keeping(kept), CaptureBar() as bar:
         crew = Crew(ranks=ranks, watcher=bar if ranks.is_first else None)
         cache = capture(target, splits, folder, key=key, config=config, crew=crew)
     if (rate := bar.rate()) is not None and isinstance(folder, LocalFolder):
@@ -142,7 +146,7 @@ class CaptureBar:
         self._open.close()
 
     def begin(self, estimate: "Estimate") -> None:
-        from drafters.door import progress_bar
+        from drafters.progress import progress_bar
 
         free = "" if estimate.free_bytes is None else f" ({estimate.free_bytes / 1e9:.0f} GB free)"
         crew = f", {estimate.num_processes} processes" if estimate.num_processes > 1 else ""
@@ -150,7 +154,7 @@ class CaptureBar:
             f"capture: {estimate.num_samples:,} conversations, {estimate.num_tokens:,} tokens -> {estimate.folder}; "
             f"{estimate.num_bytes / 1e9:.2f} GB{free}, about {max(1, round(estimate.seconds / 60))} min{crew}\n"
         )
-        self._bar = self._open.enter_context(progress_bar("capture", unit="tokens/s"))
+        self._bar = self._open.enter_context(progress_bar("capture", unit="tokens"))
         self._started = time.perf_counter()
 
     def advance(self, done: int, total: int, tokens: int) -> None:

@@ -26,6 +26,7 @@ from drafters.cache_target import keep_spec
 from drafters.codecs import find_codec
 from drafters.errors import DataError
 from drafters.planning import stored_bytes
+from drafters.progress import over
 from drafters.spec import check_layer_ids
 from drafters.states import log_sum_exp, predicts, target_states
 from drafters.storage import Folder, LocalFolder, open_folder
@@ -165,7 +166,8 @@ class _Job:
         """Write what is missing, with the other ranks."""
         ranks = crew.ranks
         mine = ranks.mine(sorted(start.recorded.items()))
-        whole = [(number, shard) for number, shard in mine if self.folder.is_intact(shard.name, shard.sha256)]
+        shown = over(mine, "checking what was captured", unit="shards")
+        whole = [(number, shard) for number, shard in shown if self.folder.is_intact(shard.name, shard.sha256)]
         self.manifest = start.manifest.with_shards(dict(ranks.gather(whole)))
         missing = [number for number, shard in enumerate(self.manifest.shards) if shard is None]
         if ranks.is_first:

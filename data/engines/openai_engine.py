@@ -73,13 +73,13 @@ class OpenAIEngine:
     async def _run(
         self, rows: list[Row], out: Path, config: RegenerateConfig, target: Mapping[str, Any], api_key: str | None
     ) -> None:
-        from drafters.door import progress_bar
+        from drafters.progress import progress_bar
 
         async with ChatServer(self.base_url, api_key=api_key, timeout=self.timeout, retries=self.retries) as server:
             served = await server.find_model(self.model)
             answered_by = self._author(served, target)
             part = Part(part_of(out), self._resume_key(rows, config, served, target), fields=("row", "turn", "answer"))
-            with progress_bar("answers", unit="tokens/s") as advance:
+            with progress_bar("answering", unit="answers", rate="tokens") as advance:
                 job = _Job(server, rows, part, max_failed=self.max_failed, progress=advance)
                 await job.run(self._request(config, served), seed=config.seed, concurrency=self.concurrency)
         if not any((i, len(row["turns"]) - 1) in job.answers for i, row in enumerate(rows)):
