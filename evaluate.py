@@ -361,4 +361,6 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from drafters.door import start
+
+    start(main)

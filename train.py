@@ -369,10 +369,17 @@ def launch_in_order(*, is_submitting: bool) -> None:
     kind.launch = launch_jobs
 
 
-if __name__ == "__main__":
-    # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def launched() -> None:
+    """All jobs of a command, or its single one."""
     announce_jobs()
     main()
     if failed_jobs:
         sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")
+
+
+if __name__ == "__main__":
+    from drafters.door import start
+
+    # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start(launched)

@@ -30,6 +30,7 @@ from drafters.progress import over
 from drafters.spec import check_layer_ids
 from drafters.states import log_sum_exp, predicts, target_states
 from drafters.storage import Folder, LocalFolder, open_folder
+from drafters.system_errors import advice
 from drafters.types import Example, Needs
 
 if TYPE_CHECKING:
@@ -378,9 +379,10 @@ def _disk_errors(folder: Folder) -> Iterator[None]:
         if error.errno in REFUSED:
             raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
         if error.errno in BROKEN:
+            step = advice(error) or "see the disk"
             raise DataError(
-                f"cache: cannot write to {folder.disk}: {error}; once that is mended, the same command goes on from "
-                f"there; or choose another {setting}"
+                f"cache: cannot write to {folder.disk}: {error}; once that is mended ({step}), the same command goes "
+                f"on from there; or choose another {setting}"
             ) from error
         raise
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ __all__ = [
     "pick_device",
     "say",
     "screen",
+    "start",
 ]
 
 TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids", "device_map", "tp_plan")
@@ -101,6 +102,19 @@ def door() -> Iterator[None]:
         progress.show(False)
 
 
+def start(main: Callable[[], Any]) -> None:
+    """Run the main function of a door, from the first moment on inside `door`. Hydra's own, which it is, knows neither
+    signals nor folders that are gone."""
+    with door():
+        try:
+            Path.cwd()
+        except OSError as error:
+            raise ConfigError(
+                f"the working directory cannot be read ({error.strerror}); change into a folder that exists"
+            ) from error
+        main()
+
+
 def only_first_speaks(ranks: "Ranks") -> None:
     """Of several processes the first one alone prints and warns; errors are told by all that have one."""
     if not ranks.is_first:
@@ -158,7 +172,12 @@ def screen() -> "Console":
     """A console on stdout, wide where nobody's terminal sets the width."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            """Rich would end the process here, without a word."""
+            raise BrokenPipeError
+
+    return Screen(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def say(text: Any) -> None:

@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 
-__all__ = ["KEPT", "leave_pipe", "what_to_do"]
+__all__ = ["KEPT", "advice", "leave_pipe", "what_to_do"]
 
 KEPT = "finished work is kept; the same command goes on from there"
 ADVICE = {
@@ -21,10 +21,14 @@ ADVICE = {
 }
 
 
+def advice(error: OSError) -> str | None:
+    """The next step, None where the number of the error tells too little."""
+    return next((text for numbers, text in ADVICE.items() if error.errno in numbers), None)
+
+
 def what_to_do(error: OSError) -> str:
     """The next step after an error that no setting explains."""
-    known = (text for numbers, text in ADVICE.items() if error.errno in numbers)
-    return f"{next(known, 'mend that (DRAFTERS_DEBUG=1 shows where it came from)')}; {KEPT}"
+    return f"{advice(error) or 'mend that (DRAFTERS_DEBUG=1 shows where it came from)'}; {KEPT}"
 
 
 def leave_pipe() -> None:

@@ -59,4 +59,6 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from drafters.door import start
+
+    start(main)
