@@ -231,9 +231,10 @@ def _run_pip(command: list[str], temp: Path) -> tuple[int, str]:
                     return pip.returncode, said
                 except subprocess.TimeoutExpired:
                     work(_size_of(temp) / 1e6, None)
-        except BaseException:
-            pip.kill()
-            raise
+        finally:
+            if pip.poll() is None:  # an interrupt is ours alone, where it is no Ctrl-C
+                pip.kill()
+                pip.wait()
 
 
 def _size_of(folder: Path) -> int:

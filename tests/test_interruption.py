@@ -2,6 +2,8 @@
 # says what is kept, nothing half written, and the same command goes on to the same result.
 
 import errno
+import fcntl
+import importlib
 import os
 import signal
 import subprocess
@@ -11,7 +13,7 @@ import pytest
 
 import evaluate
 from data import capture, regenerate
-from drafters import stopping
+from drafters import stopping, weights
 from drafters.door import door, start
 from drafters.stopping import asked_to_end, keeping, stoppable
 from export import __main__ as export
@@ -37,7 +39,7 @@ def alone(monkeypatch):
 def signalled(monkeypatch, where, *, at=1, number=signal.SIGINT):
     """A signal comes at the `at`-th call of the function with this name."""
     module, _, name = where.rpartition(".")
-    found = sys.modules[module]
+    found = importlib.import_module(module)
     call, calls = getattr(found, name), []
 
     def wrapped(*args, **options):
@@ -234,20 +236,24 @@ def test_an_export_leaves_what_was_there(world, run, tmp_path, monkeypatch, caps
     assert contents(tmp_path) != before
 
 
+ON = "the same command with resume=true goes on"
+
+
 @pytest.mark.parametrize(
-    ("task", "where", "kept"),
+    "case",
     [
-        ("measure", "drafters.decoding.runner.decode", "the same command with resume=true goes on"),
-        ("calibrate", "drafters.decoding.runner.decode", "the same command with resume=true goes on"),
-        ("profile", "drafters.scheduling.jobs.measure_profile", "nothing of a profile is kept; the same command"),
+        ("measure", "drafters.decoding.runner.decode", 4, ON),
+        ("calibrate", "drafters.decoding.runner.decode", 2, ON),
+        ("profile", "drafters.scheduling.jobs.measure_profile", 1, "nothing of a profile is kept; the same command"),
     ],
+    ids=lambda case: case[0],
 )
-def test_a_measurement_says_what_it_needs_to_go_on(world, run, tmp_path, monkeypatch, capsys, task, where, kept):
-    few = ("num_prompts=2", "task.repeats=1", "task.rows=[1]", "task.max_length=1")
-    own = few[1:] if task == "profile" else ()
-    given = (f"run={run}", f"task={task}", *on(world), f"out={tmp_path}/out", few[0], *own)
+def test_a_measurement_says_what_it_needs_to_go_on(world, run, tmp_path, monkeypatch, capsys, case):
+    task, where, at, kept = case
+    own = ("task.repeats=1", "task.rows=[1]", "task.max_length=1") if task == "profile" else ()
+    given = (f"run={run}", f"task={task}", *on(world), f"out={tmp_path}/out", "num_prompts=2", *own)
     with monkeypatch.context() as patch:
-        signalled(patch, where, at={"measure": 4, "calibrate": 2, "profile": 1}[task])
+        signalled(patch, where, at=at)
         line = ended(lambda: evaluate.evaluate(settings("evaluate", *given)), capsys)
     assert kept in line
     assert not list(tmp_path.rglob("*.tmp"))
@@ -257,3 +263,40 @@ def test_a_measurement_says_what_it_needs_to_go_on(world, run, tmp_path, monkeyp
         assert f"finished parts are kept in {tmp_path}/out" in line
         evaluate.evaluate(settings("evaluate", *given, "resume=true"))
         assert "finished parts of the measurement are taken from" in capsys.readouterr().out
+
+
+def test_pip_is_ended_with_us(tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    text = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            weights._run_pip([sys.executable, "-c", text], tmp_path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_what_pip_said_and_where_it_writes(tmp_path):
+    text = "import os, sys; sys.stderr.write(os.environ['TMPDIR']); sys.exit(3)"
+    assert weights._run_pip([sys.executable, "-c", text], tmp_path) == (3, str(tmp_path))
+
+
+def test_folders_of_killed_processes_go_and_those_at_work_stay(tmp_path):
+    names = ("dead", "held", "young")
+    folders = {name: tmp_path / f".made-{name}" for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"x")
+    for name in ("dead", "held"):
+        os.utime(folders[name], (0, 0))
+    held = os.open(folders["held"], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    weights._clear_left(tmp_path / "made")
+    os.close(held)
+    assert [name for name in names if folders[name].exists()] == ["held", "young"]
