@@ -165,7 +165,8 @@ class Ranks:
             return DraftersError(alert.message)
         return DraftersError(
             f"rank {self.rank}: another of the {self.size} processes ended or gave no answer; its own message says "
-            f"why ({_first_line(reason)})"
+            f"why, but of one that was killed, often for want of memory ({_first_line(reason)}); the same command goes "
+            "on from what was saved"
         )
 
     @contextmanager
