@@ -1,6 +1,7 @@
 # Ctrl-C, SIGTERM, a closed terminal, a reader that went away and what the system refuses, in every door: one line that
 # says what is kept, nothing half written, and the same command goes on to the same result.
 
+import asyncio
 import errno
 import fcntl
 import importlib
@@ -15,7 +16,7 @@ import evaluate
 from data import capture, regenerate
 from drafters import stopping, weights
 from drafters.door import door, start
-from drafters.stopping import asked_to_end, keeping, stoppable
+from drafters.stopping import asked_to_end, keeping, run_stoppable, stoppable
 from export import __main__ as export
 from tests.door_world import ROOT, contents, settings, train_overrides
 from tests.evaluating import on
@@ -263,6 +264,21 @@ def test_a_measurement_says_what_it_needs_to_go_on(world, run, tmp_path, monkeyp
         assert f"finished parts are kept in {tmp_path}/out" in line
         evaluate.evaluate(settings("evaluate", *given, "resume=true"))
         assert "finished parts of the measurement are taken from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_tasks_of_a_loop_are_cancelled_in_good_order(capsys, number):
+    ended_well = []
+
+    async def work():
+        try:
+            signal.raise_signal(number)
+            await asyncio.sleep(60)
+        finally:
+            ended_well.append(number)
+
+    assert ended(lambda: run_stoppable(work()), capsys).startswith("interrupted: finished work is kept")
+    assert ended_well == [number]
 
 
 def test_pip_is_ended_with_us(tmp_path):

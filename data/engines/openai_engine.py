@@ -64,11 +64,13 @@ class OpenAIEngine:
     ) -> None:
         """Let the server answer `rows` and write `out`. Raises ConfigError when the server is absent, refuses us, or
         has not the model; DataError when too many prompts fail; what is finished stays in the unfinished file."""
+        from drafters.stopping import run_stoppable
+
         for name in ("openai", "httpx2"):
             if importlib.util.find_spec(name) is None:
                 raise ConfigError(f"engine=openai: package {name} is not installed; pip install -e '.[openai]'")
         _warn_of_ignored(config, device)
-        asyncio.run(self._run(rows, out, config, target, _key_of(self.api_key_env)))
+        run_stoppable(self._run(rows, out, config, target, _key_of(self.api_key_env)))
 
     async def _run(
         self, rows: list[Row], out: Path, config: RegenerateConfig, target: Mapping[str, Any], api_key: str | None

@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from drafters.checkpoint import WHOLE, replace_path, save_drafter, write_error
 from drafters.errors import ConfigError
 from drafters.files import save_tensors
-from drafters.stopping import leave_terminal
+from drafters.stopping import ASKED, leave_terminal
 from drafters.training.strategies import together, whole_drafter
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PROBED = "probe/accepted_length"  # the monitor that is real decoding
-ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WARNING = signal.SIGUSR2  # what submitit asks SLURM to send before a time limit or a preemption
 
 
