@@ -90,9 +90,11 @@ class Task:
 
 def evaluate(cfg: DictConfig) -> None:
     """Do what `cfg.task` says with what `cfg` names, on the prompts of `cfg.source`."""
+    from drafters import progress
     from drafters.distributed import Ranks, leave
 
     with Ranks.from_environment() as ranks:
+        progress.show(ranks.is_first)
         if not ranks.is_first:
             ranks.barrier()  # the first one fetches and unpacks what is not there yet
         task = read_task(cfg, ranks)
@@ -159,10 +161,7 @@ def measure(task: Task, ranks: "Ranks") -> None:
     out = place_of(task)
     facts = {"weights": task.weights, "prompts": task.facts}
     place = Place(out=out, facts=facts, resume=task.choice.resume, ranks=ranks)
-    try:
-        reports = measure_and_write(task.target, task.contestants, task.dialogues, task.config, place)
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"finished parts are kept in {out}; the command with resume=true goes on") from stop
+    reports = measure_and_write(task.target, task.contestants, task.dialogues, task.config, place)
     for entry in task.entries:
         if entry.run is not None and entry.name in reports:
             log_report(entry.run.folder, entry.settings, reports[entry.name], out, prefix=f"evaluate/{out.name}")

@@ -149,7 +149,8 @@ def started_here(cfg: DictConfig, ranks: "Ranks") -> bool:
     from hydra.core.hydra_config import HydraConfig
 
     from drafters.config import to_plain
-    from drafters.distributed import INTERRUPTED, launch
+    from drafters.distributed import launch
+    from drafters.stopping import INTERRUPTED
     from drafters.training.strategies import num_processes
 
     count = num_processes(to_plain(cfg.trainer), ranks)
@@ -274,7 +275,12 @@ def end(
         return
     drafter = load_drafter(run.drafter, spec=target.spec).to(target.device)
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
-    place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]}, ranks=ranks)
+    place = Place(
+        out=run.folder,
+        facts={"weights": settings["target"]["weights"]},
+        ranks=ranks,
+        kept=f"{run.drafter} is trained and kept; the same command measures it",
+    )
     measured = measure_and_write(target, contestants, prompts, measured_as(plan, target), place)
     for found in measured.values():  # on the first rank
         log_report(run.folder, settings, found, run.folder, prefix=REPORT)
@@ -344,20 +350,18 @@ def main(cfg: DictConfig) -> None:
         failed_jobs.append(cfg.name)
 
 
-def check_words() -> None:
-    """Exits with one line where the command names a launcher that cannot be used: Hydra would not say why."""
-    from drafters.door import door
+def prepare() -> None:
+    """Before Hydra: a launcher that cannot be used is told in one line, for Hydra would not say why; the others
+    are started in order."""
     from drafters.launcher import check_launcher
 
-    with door():
-        check_launcher(sys.argv[1:], checkout=CHECKOUT)
+    check_launcher(sys.argv[1:], checkout=CHECKOUT)
+    launch_in_order()
 
 
 if __name__ == "__main__":
     # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    check_words()
-    launch_in_order()
-    begin(main)
+    begin(main, prepare=prepare)
     if failed_jobs:
         sys.exit(f"error: not trained: {', '.join(failed_jobs)} (see above); the same command goes on with them")

@@ -56,11 +56,13 @@ def capture_states(
     from drafters.cache_writer import Crew, capture
     from drafters.distributed import Ranks
     from drafters.splits import states_place
+    from drafters.stopping import keeping
     from drafters.storage import LocalFolder
 
     ranks = ranks or Ranks()
     key, folder = states_place(target.spec, splits, config, encoder=encoder)
-    with CaptureBar() as bar:
+    kept = f"finished shards are kept in {folder}; the same command goes on with the others"
+    with keeping(kept), CaptureBar() as bar:
         crew = Crew(ranks=ranks, watcher=bar if ranks.is_first else None)
         cache = capture(target, splits, folder, key=key, config=config, crew=crew)
     if (rate := bar.rate()) is not None and isinstance(folder, LocalFolder):
@@ -94,7 +96,7 @@ class CaptureBar:
         self._open.close()
 
     def begin(self, estimate: "Estimate") -> None:
-        from drafters.door import progress_bar
+        from drafters.progress import progress_bar
 
         free = "" if estimate.free_bytes is None else f" ({estimate.free_bytes / 1e9:.0f} GB free)"
         crew = f", {estimate.num_processes} processes" if estimate.num_processes > 1 else ""
@@ -102,7 +104,7 @@ class CaptureBar:
             f"capture: {estimate.num_samples:,} conversations, {estimate.num_tokens:,} tokens -> {estimate.folder}; "
             f"{estimate.num_bytes / 1e9:.2f} GB{free}, about {max(1, round(estimate.seconds / 60))} min{crew}\n"
         )
-        self._bar = self._open.enter_context(progress_bar("capture", unit="tokens/s"))
+        self._bar = self._open.enter_context(progress_bar("capture", unit="tokens"))
         self._started = time.perf_counter()
 
     def advance(self, done: int, total: int, tokens: int) -> None:

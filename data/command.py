@@ -38,26 +38,36 @@ OF_COMMANDS = (
 SYNTAX = "write key=value; [a,b] for a list, {a: 1} for settings by name, and \"key='some text'\" for text with signs"
 
 
-def begin(main: Callable[[], None]) -> None:
-    """Run a door, the function that `hydra.main` made. Exits with one line and status 1 where the command is wrong."""
-    from drafters.door import door
+def begin(main: Callable[[], None], *, prepare: Callable[[], None] | None = None) -> None:
+    """Run a door, the function that `hydra.main` made, after `prepare`. Exits with one line and status 1 where the
+    command is wrong."""
+    from drafters.door import start
 
-    if os.environ.get(FULL) == "1":
-        main()
-        return
-    with door():
-        _check_arguments()
-        os.environ[FULL] = "1"
-        try:
+    def begun() -> None:
+        if prepare is not None:
+            prepare()
+        if os.environ.get(FULL) == "1":
             main()
-        except OF_COMMANDS as error:
-            work = vars(main)["__wrapped__"].__code__
-            has_begun = any(frame.f_code is work for frame, _ in traceback.walk_tb(error.__traceback__))
-            if has_begun and not isinstance(error, HydraException | OmegaConfBaseException):
-                raise
-            raise ConfigError(_told(error)) from error
-        finally:
-            os.environ.pop(FULL, None)
+        else:
+            _run(main)
+
+    start(begun)
+
+
+def _run(main: Callable[[], None]) -> None:
+    """Hydra's function, with its own errors told in one line."""
+    _check_arguments()
+    os.environ[FULL] = "1"
+    try:
+        main()
+    except OF_COMMANDS as error:
+        work = vars(main)["__wrapped__"].__code__
+        has_begun = any(frame.f_code is work for frame, _ in traceback.walk_tb(error.__traceback__))
+        if has_begun and not isinstance(error, HydraException | OmegaConfBaseException):
+            raise
+        raise ConfigError(_told(error)) from error
+    finally:
+        os.environ.pop(FULL, None)
 
 
 def check_settings(cfg: DictConfig, door: str) -> None:

@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from data.command import begin, check_settings
-from data.engines.answers import RegenerateConfig, claim
+from data.engines.answers import RegenerateConfig, claim, part_of
 from drafters.errors import DataError
 
 __all__ = ["FilesConfig", "read_prompts", "run"]
@@ -104,6 +104,7 @@ def run(cfg: DictConfig) -> None:
     """Read the prompts, let the engine answer."""
     from drafters.config import build_config, to_plain, typed
     from drafters.door import say
+    from drafters.stopping import keeping
 
     plain = to_plain(cfg)
     config, files = (
@@ -114,7 +115,7 @@ def run(cfg: DictConfig) -> None:
     if config.temperature == 0 and config.top_p < 1:
         warnings.warn(f"top_p: {config.top_p} is ignored at temperature 0", stacklevel=2)
     out = Path(files.out).expanduser()
-    with claim(out):
+    with keeping(f"finished answers are kept in {part_of(out)}; the same command goes on"), claim(out):
         if out.exists() and not files.overwrite:
             raise DataError(f"out: {out} is finished; remove it, choose another out=, or overwrite=true to replace it")
         rows = read_prompts(Path(files.prompts).expanduser(), limit=files.limit)

@@ -98,7 +98,8 @@ class Alarm:
                 _end("the process that started this one is gone; the same command goes on from what was saved", 1)
             if not self._asks() and self._heard is None:
                 self._wait(GRACE)
-                _end(f"rank {self._rank}: another process ended or gave no answer; its own message says why", 1)
+                what = "another process ended or gave no answer; its own message says why, but of one that was killed"
+                _end(f"rank {self._rank}: {what}", 1)
             if self._heard is not None:
                 self._wait(GRACE)
                 self._end_of(self._heard)

@@ -26,9 +26,11 @@ from drafters.cache_target import keep_spec
 from drafters.codecs import find_codec
 from drafters.errors import DataError
 from drafters.planning import stored_bytes
+from drafters.progress import over
 from drafters.spec import check_layer_ids
 from drafters.states import log_sum_exp, predicts, target_states
 from drafters.storage import Folder, LocalFolder, open_folder
+from drafters.system_errors import advice
 from drafters.types import Example, Needs
 
 if TYPE_CHECKING:
@@ -165,7 +167,8 @@ class _Job:
         """Write what is missing, with the other ranks."""
         ranks = crew.ranks
         mine = ranks.mine(sorted(start.recorded.items()))
-        whole = [(number, shard) for number, shard in mine if self.folder.is_intact(shard.name, shard.sha256)]
+        shown = over(mine, "checking what was captured", unit="shards")
+        whole = [(number, shard) for number, shard in shown if self.folder.is_intact(shard.name, shard.sha256)]
         self.manifest = start.manifest.with_shards(dict(ranks.gather(whole)))
         missing = [number for number, shard in enumerate(self.manifest.shards) if shard is None]
         if ranks.is_first:
@@ -376,9 +379,10 @@ def _disk_errors(folder: Folder) -> Iterator[None]:
         if error.errno in REFUSED:
             raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
         if error.errno in BROKEN:
+            step = advice(error) or "see the disk"
             raise DataError(
-                f"cache: cannot write to {folder.disk}: {error}; once that is mended, the same command goes on from "
-                f"there; or choose another {setting}"
+                f"cache: cannot write to {folder.disk}: {error}; once that is mended ({step}), the same command goes "
+                f"on from there; or choose another {setting}"
             ) from error
         raise
 

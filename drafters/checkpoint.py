@@ -25,6 +25,7 @@ from drafters.heads.base import Drafter
 from drafters.packed.block import Block
 from drafters.packed.load import load_packed
 from drafters.spec import TargetSpec
+from drafters.system_errors import advice
 
 __all__ = [
     "WHOLE",
@@ -212,7 +213,9 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, make_folder: bool =
 def write_error(path: Path, error: OSError) -> CheckpointError:
     """What a user reads when `path` could not be written."""
     reason = "no space left on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
-    return CheckpointError(f"{path}: cannot be written: {reason}; what was saved there before is unchanged")
+    known = advice(error)
+    step = "" if known is None else f"; {known}"
+    return CheckpointError(f"{path}: cannot be written: {reason}; what was saved there before is unchanged{step}")
 
 
 def _construct(folder: Path, node: dict[str, Any], spec: TargetSpec, tensors: Mapping[str, torch.Tensor]) -> Drafter:

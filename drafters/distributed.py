@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from drafters.alarm import LAUNCHER, Alarm
 from drafters.errors import CheckpointError, ConfigError, DataError, DraftersError
+from drafters.stopping import INTERRUPTED
 
 __all__ = ["Launch", "Ranks", "find_launch", "is_lost", "launch", "leave"]
 
@@ -32,7 +33,6 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 INTERACTIVE = ("bash", "interactive")
 PORTS = range(25_000, 32_000)  # below those that systems give away by themselves
 SAVING = 600  # seconds that started processes have to end after a signal
-INTERRUPTED = 130  # exit status of a process that a signal has stopped
 _entered = counting()  # how often ranks were made of the environment, alike in all processes
 KINDS = (CheckpointError, ConfigError, DataError, DraftersError)
 
@@ -165,7 +165,8 @@ class Ranks:
             return DraftersError(alert.message)
         return DraftersError(
             f"rank {self.rank}: another of the {self.size} processes ended or gave no answer; its own message says "
-            f"why ({_first_line(reason)})"
+            f"why, but of one that was killed, often for want of memory ({_first_line(reason)}); the same command goes "
+            "on from what was saved"
         )
 
     @contextmanager

@@ -1,29 +1,30 @@
 # What every door (script that a person runs) shares: errors as one line, a quiet screen, the device, the target, a
 # progress bar, the measurement with its tables.
 
-import errno
 import hashlib
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from drafters import progress
 from drafters.errors import CheckpointError, ConfigError, DraftersError
+from drafters.stopping import INTERRUPTED, keeping, stoppable
+from drafters.system_errors import KEPT, leave_pipe, what_to_do
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.decoding.dialogue import Dialogue
-    from drafters.decoding.measure import Contestant, MeasureConfig, Progress
+    from drafters.decoding.measure import Contestant, MeasureConfig
     from drafters.decoding.report import Report
     from drafters.decoding.runner import Execution
     from drafters.distributed import Ranks
@@ -38,11 +39,10 @@ __all__ = [
     "load_target",
     "measure_and_write",
     "only_first_speaks",
-    "phase_bars",
     "pick_device",
-    "progress_bar",
     "say",
     "screen",
+    "start",
 ]
 
 TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids", "device_map", "tp_plan")
@@ -61,40 +61,64 @@ NOISE = (
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a measurement goes and what reports say of it. `resume` takes over what a half-done one in `out` has;
-    `ranks` are the processes that share it."""
+    `ranks` are the processes that share it; `kept` is what to say where it is interrupted."""
 
     out: Path
     facts: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
     ranks: "Ranks | None" = None
+    kept: str | None = None
 
 
 @contextmanager
 def door() -> Iterator[None]:
-    """Turns a DraftersError and a full disk into one line on stderr and exit code 1, Ctrl-C into exit code 130.
+    """Turns a DraftersError and what the system refuses into one line on stderr and exit code 1; Ctrl-C, SIGTERM and a
+    closed terminal into exit code INTERRUPTED and one line that says what is kept. Inside, work shows its progress.
 
     `DRAFTERS_DEBUG=1` shows tracebacks instead.
     """
     _quiet_screen()
     is_debug = bool(os.environ.get("DRAFTERS_DEBUG"))
+    progress.show(True)
     try:
-        yield
+        with stoppable():
+            yield
     except DraftersError as error:
         if is_debug:
             raise
         _fail(str(error))
+    except BrokenPipeError:
+        leave_pipe()
+        _fail(f"nobody reads the output any more; {KEPT}")
     except OSError as error:
-        if is_debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if is_debug or error.errno is None:
             raise
-        _fail(f"{error}; what was finished is kept: free some space, and the same command goes on from there")
+        _fail(f"{error}; {what_to_do(error)}")
     except KeyboardInterrupt as stop:
-        sys.stderr.write(f"interrupted: {str(stop) or 'finished work is kept; the same command goes on from there'}\n")
-        raise SystemExit(130) from None
+        with suppress(OSError):
+            sys.stderr.write(f"interrupted: {str(stop) or KEPT}\n")
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        progress.show(False)
+
+
+def start(main: Callable[[], Any]) -> None:
+    """Run the main function of a door, from the first moment on inside `door`. Hydra's own, which it is, knows neither
+    signals nor folders that are gone."""
+    with door():
+        try:
+            Path.cwd()
+        except OSError as error:
+            raise ConfigError(
+                f"the working directory cannot be read ({error.strerror}); change into a folder that exists"
+            ) from error
+        main()
 
 
 def only_first_speaks(ranks: "Ranks") -> None:
     """Of several processes the first one alone prints and warns; errors are told by all that have one."""
     if not ranks.is_first:
+        progress.show(False)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the rest of the process)
         warnings.simplefilter("ignore")
         logging.getLogger("drafters").setLevel(logging.ERROR)
@@ -109,7 +133,8 @@ class _Notes(logging.Handler):
     """Looks `sys.stderr` up each time, since a progress bar replaces it to print above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+        with suppress(OSError):  # a note is worth no failure
+            sys.stderr.write(self.format(record) + "\n")
 
 
 def _quiet_screen() -> None:
@@ -143,48 +168,16 @@ def pick_device(name: str | None) -> str:
     return name
 
 
-@contextmanager
-def progress_bar(what: str, *, unit: str) -> Iterator[Callable[[int, int, int], None]]:
-    """A rich bar. The function it yields takes (done, total, amount): `amount` feeds the rate shown in `unit`."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-    )
-    with Progress(
-        TextColumn("{task.description}"), *columns, TimeRemainingColumn(elapsed_when_finished=True), console=console
-    ) as bar:
-        task = bar.add_task(what, total=None, rate="")
-        amounts = 0.0
-
-        def advance(done: int, total: int, amount: int) -> None:
-            nonlocal amounts
-            amounts += amount
-            elapsed = bar.tasks[task].elapsed or 0.0
-            rate = f"{amounts / elapsed:,.0f} {unit}" if elapsed else ""
-            bar.update(task, completed=done, total=total, rate=rate, refresh=not console.is_terminal)
-
-        yield advance
-
-
 def screen() -> "Console":
     """A console on stdout, wide where nobody's terminal sets the width."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            """Rich would end the process here, without a word."""
+            raise BrokenPipeError
+
+    return Screen(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def say(text: Any) -> None:
@@ -276,8 +269,8 @@ def measure_and_write(
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
     out = place.out
     with decoding_into(place, target, contestants, [[one.key for one in dialogues], asdict(config)]) as execution:
-        with phase_bars(execution.ranks.is_first) as progress:
-            reports = measure(target, named, dialogues, config, replace(execution, progress=progress))
+        with progress.phase_bars(execution.ranks.is_first) as phases:
+            reports = measure(target, named, dialogues, config, replace(execution, progress=phases))
         if not execution.ranks.is_first:
             return {}
         several = Comparison(reports) if len(reports) > 1 else None
@@ -307,7 +300,9 @@ def decoding_into(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"out: {out} cannot be made: {error.strerror}; choose another folder") from error
-    with Journal(out, _fingerprint(target, contestants, what), resume=place.resume, ranks=ranks) as journal:
+    kept = place.kept or f"finished parts are kept in {out}; the same command with resume=true goes on"
+    fingerprint = _fingerprint(target, contestants, what)
+    with keeping(kept), Journal(out, fingerprint, resume=place.resume, ranks=ranks) as journal:
         if len(journal) and ranks.is_first:
             say(f"{len(journal)} finished parts of the measurement are taken from {out}")
         yield Execution(journal=journal, ranks=ranks)
@@ -335,29 +330,6 @@ def _fingerprint(target: "FrozenTarget", contestants: Mapping[str, "Contestant"]
         [__version__, torch.__version__],
     ]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
-
-
-@contextmanager
-def phase_bars(is_shown: bool) -> Iterator["Progress"]:
-    """A bar a phase, with the running accepted length."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    if not is_shown:
-        yield lambda *_: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(phase: str, done: int, total: int, accepted_length: float) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(f"measuring {phase}", total=total, note="")
-            text = "" if math.isnan(accepted_length) else f"accepted length {accepted_length:.2f}"
-            bars.update(tasks[phase], completed=done, total=total, note=text)
-
-        yield progress
 
 
 def _named(target: "FrozenTarget") -> dict[str, str]:

@@ -13,6 +13,7 @@ from drafters.cache_manifest import CacheKey
 from drafters.chat import ChatEncoder, EncodeReport, encode_all
 from drafters.errors import ConfigError, DataError
 from drafters.prefetch import AUTO, check_prefetch
+from drafters.progress import over
 from drafters.spec import TargetSpec
 from drafters.storage import Folder
 from drafters.types import Conversation, Example
@@ -101,7 +102,8 @@ def encode_splits(
     reports: dict[str, EncodeReport] = {}
     for name, conversations in zip(("train", "validation"), parts, strict=True):
         reports[name] = EncodeReport()
-        splits[name] = encode_all(conversations, encoder, report=reports[name]) if conversations else []
+        shown = over(conversations, f"tokenising ({name})", unit="conversations")
+        splits[name] = encode_all(shown, encoder, report=reports[name]) if conversations else []
     return splits, reports
 
 

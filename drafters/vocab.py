@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.errors import ConfigError
+from drafters.progress import over
 
 __all__ = ["DraftVocab", "check_vocab_size", "count_vocab", "coverage"]
 
@@ -87,7 +88,7 @@ def count_vocab(tokens: Iterable[Tensor], *, size: int, vocab_size: int, always:
     """
     forced = check_vocab_size(size, vocab_size, always=always)
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for part in tokens:
+    for part in over(tokens, "counting the draft vocabulary", unit="conversations"):
         counts_V += torch.bincount(part.flatten().cpu(), minlength=vocab_size)
     counts_V[forced] = torch.iinfo(torch.int64).max
     ids_V = counts_V.sort(descending=True, stable=True).indices[:size].sort().values

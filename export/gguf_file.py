@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.progress import over
 from export.gguf_tokenizer import Field
 
 __all__ = ["open_gguf", "read_tensors", "stored_tensors", "write_gguf"]
@@ -30,7 +31,7 @@ def write_gguf(
     writer.add_uint32("general.quantization_version", _LAYOUT_VERSION)
     for field in fields:
         _add(writer, field)
-    for name, (tensor, type_name) in tensors.items():
+    for name, (tensor, type_name) in over(tensors.items(), "writing", unit="tensors", total=len(tensors)):
         if type_name == "I64":
             writer.add_tensor(name, tensor.contiguous().numpy())
             continue

@@ -12,6 +12,7 @@ from torch import Tensor
 from drafters.errors import ConfigError
 from drafters.packed.block import PLAIN, Block, Part
 from drafters.packed.nibbles import ROWS, tile, untile
+from drafters.progress import over
 from export.quantize import GROUP_SIZES, Quantized, Scheme, fused_groups, is_quantized, quantize
 
 __all__ = ["Packed", "check_packing", "pack", "parts_of", "scheme_for", "unpack"]
@@ -82,7 +83,7 @@ def pack(tensors: Mapping[str, Tensor], base: Scheme) -> Packed:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     parts = parts_of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, base, dtypes)
     packed: Packed = {}
-    for part in parts:
+    for part in over(parts, "quantizing", unit="tensors"):
         scheme = scheme_for(part.names[0], base)
         if scheme is None:
             packed[part] = {"values": tensors[part.names[0]]}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.progress import over
 from drafters.spec import TargetSpec
 from export.compressed import manifest_of, tensors_of
 from export.families import family_of
@@ -29,7 +30,7 @@ def published_tensors(source: Source, quant: str, *, dtype: str, eagle3_layer: s
     `quant` cannot hold them or the target's rows are not at hand."""
     family = family_of(source.node)
     written = _target_rows(source, dtype)
-    for name, tensor in source.tensors.items():
+    for name, tensor in over(source.tensors.items(), "writing", unit="tensors", total=len(source.tensors)):
         published = published_name(name, family, eagle3_layer=eagle3_layer)
         if name == IDS:
             written[published] = tensor - torch.arange(len(tensor))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.errors import CheckpointError
+from drafters.progress import over
 from export.formats import Manifest
 from export.quantize import error_bound, is_quantized, quantize, scheme_of
 
@@ -62,7 +63,7 @@ def check_values(
     """The largest error of a weight, relative to the largest weight of its tensor, of all that came back. Raises
     CheckpointError for a tensor that is farther off than `bounds` allow; `check_tensors` tells what is missing."""
     worst = 0.0
-    for name in sorted(tensors.keys() & back.keys()):
+    for name in over(sorted(tensors.keys() & back.keys()), "checking the export", unit="tensors"):
         weight = tensors[name].double()
         error = (back[name].double() - weight).abs()
         if not bool((error <= bounds[name].double()).all()):

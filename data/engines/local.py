@@ -25,10 +25,11 @@ class LocalEngine:
         self, rows: list[Row], out: Path, config: RegenerateConfig, *, target: Mapping[str, Any], device: str | None
     ) -> None:
         """Load the target of a node of conf/target/ and let it answer."""
-        from drafters.door import load_target, progress_bar
+        from drafters.door import load_target
+        from drafters.progress import progress_bar
 
         loaded = load_target(target, device=device)
-        with progress_bar("answers", unit="tokens/s") as advance:
+        with progress_bar("answering", unit="answers", rate="tokens") as advance:
             regenerate(loaded, rows, out, config, progress=advance)
 
 

@@ -64,22 +64,24 @@ class OpenAIEngine:
     ) -> None:
         """Let the server answer `rows` and write `out`. Raises ConfigError when the server is absent, refuses us, or
         has not the model; DataError when too many prompts fail; what is finished stays in the unfinished file."""
+        from drafters.stopping import run_stoppable
+
         for name in ("openai", "httpx2"):
             if importlib.util.find_spec(name) is None:
                 raise ConfigError(f"engine=openai: package {name} is not installed; pip install -e '.[openai]'")
         _warn_of_ignored(config, device)
-        asyncio.run(self._run(rows, out, config, target, _key_of(self.api_key_env)))
+        run_stoppable(self._run(rows, out, config, target, _key_of(self.api_key_env)))
 
     async def _run(
         self, rows: list[Row], out: Path, config: RegenerateConfig, target: Mapping[str, Any], api_key: str | None
     ) -> None:
-        from drafters.door import progress_bar
+        from drafters.progress import progress_bar
 
         async with ChatServer(self.base_url, api_key=api_key, timeout=self.timeout, retries=self.retries) as server:
             served = await server.find_model(self.model)
             answered_by = self._author(served, target)
             part = Part(part_of(out), self._resume_key(rows, config, served, target), fields=("row", "turn", "answer"))
-            with progress_bar("answers", unit="tokens/s") as advance:
+            with progress_bar("answering", unit="answers", rate="tokens") as advance:
                 job = _Job(server, rows, part, max_failed=self.max_failed, progress=advance)
                 await job.run(self._request(config, served), seed=config.seed, concurrency=self.concurrency)
         if not any((i, len(row["turns"]) - 1) in job.answers for i, row in enumerate(rows)):

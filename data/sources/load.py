@@ -10,6 +10,7 @@ from data.sources.read import Row, check_file, file_rows, hub_rows, numbered
 from data.sources.shapes import SkipRow, find_shape, is_ready, rename, to_conversation
 from data.sources.template import compile_template, render
 from drafters.errors import ConfigError, DataError
+from drafters.progress import over
 from drafters.splits import split_conversations
 from drafters.types import Conversation
 
@@ -47,7 +48,7 @@ def load_part(config: SourceConfig, part: str | None) -> tuple[list[Conversation
     """
     if part not in _PARTS:
         raise ConfigError(f"split: got '{part}'; accepted: train, validation, or null for all")
-    pairs = list(_load(config))
+    pairs = list(over(_load(config), "reading the source", unit="conversations"))
     if not any(split in _PARTS[part] for _, split in pairs):
         return [c for c, _ in pairs], False
     return [c for c, split in pairs if split is None or split in _PARTS[part]], True

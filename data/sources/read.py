@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, load_dataset
+from datasets import Dataset, disable_progress_bars, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 
 from data.sources.config import SourceConfig
 from drafters.errors import DataError
+from drafters.progress import is_terminal
 
 __all__ = ["Row", "check_file", "file_rows", "hub_rows", "json_rows", "numbered"]
 
@@ -91,6 +92,8 @@ def json_rows(path: Path, *, key: str = "source.path") -> Iterator[tuple[int, Ro
 def hub_rows(config: SourceConfig) -> Iterable[Row]:
     """The rows of a hub data set. Raises DataError when it is not there, or not reachable."""
     hub_id, split = str(config.hub_id), config.split or "train"
+    if not is_terminal():
+        disable_progress_bars()  # they are redrawn by carriage returns, which a log would keep
     try:
         if config.files:
             paths = [

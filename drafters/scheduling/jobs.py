@@ -16,14 +16,16 @@ from drafters.decoding.measure import Contestant, MeasureConfig, check_settings
 from drafters.decoding.records import Round
 from drafters.decoding.report import plain, read_json, write_json
 from drafters.decoding.runner import Runner
-from drafters.door import Place, command_facts, decoding_into, phase_bars, say
+from drafters.door import Place, command_facts, decoding_into, say
 from drafters.errors import ConfigError, DataError
+from drafters.progress import phase_bars
 from drafters.scheduling.calibration import METHODS, Calibration, fit
 from drafters.scheduling.check import check_confidence
 from drafters.scheduling.observations import Observations
 from drafters.scheduling.policy import find_calibration, find_costs
 from drafters.scheduling.profile import CostProfile
 from drafters.scheduling.profiler import ProfileConfig, measure_profile
+from drafters.stopping import keeping
 from drafters.types import SIGNALS
 
 if TYPE_CHECKING:
@@ -267,7 +269,10 @@ def profile(job: Job, config: ProfileTask) -> CostProfile:
     wanted = {name: value for name, value in asdict(config).items() if name != "name"}
     settings = ProfileConfig(**wanted, sampling=job.config.sampling, seed=job.config.seed)
     prompts = [dialogue.encode(()) for dialogue in job.dialogues]
-    with phase_bars(True) as progress:
+    with (
+        keeping("nothing of a profile is kept; the same command begins anew"),
+        phase_bars(True, unit="laps") as progress,
+    ):
         found = measure_profile(job.target, job.contestant.drafter, prompts, settings, progress=progress)
     out = job.place.out
     with writing(out):

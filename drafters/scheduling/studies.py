@@ -7,7 +7,8 @@ from typing import Any
 
 from drafters.config import build_config
 from drafters.decoding.render import markdown, tables
-from drafters.door import phase_bars, say
+from drafters.door import say
+from drafters.progress import phase_bars
 from drafters.scheduling.jobs import (
     CalibrateConfig,
     Job,
@@ -22,6 +23,7 @@ from drafters.scheduling.pictures import draw_frontier
 from drafters.scheduling.policy import profile_of
 from drafters.scheduling.simulate import Replay, SimulateConfig, Simulation, frontier, frontier_section
 from drafters.scheduling.sweep import draw_sweep, recommended, sweep, sweep_section
+from drafters.stopping import keeping
 
 __all__ = ["Job", "SimulateTask", "SweepTask", "run_study", "simulate_schedules", "sweep_thresholds"]
 
@@ -101,7 +103,8 @@ def simulate_schedules(job: Job, config: SimulateTask) -> list[Simulation]:
     if not job.is_first:
         return []
     replay = Replay(observations, calibration)
-    with phase_bars(True) as progress:
+    again = f"the rounds are kept in {job.place.out}; task.observations= takes them without decoding"
+    with keeping(again), phase_bars(True, verb="running the", unit="simulations") as progress:
         found = frontier(
             replay,
             costs,

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
+from drafters.progress import Work
 from drafters.training.budget import StepBudget
 from drafters.training.meter import ThroughputMeter
 from drafters.training.optim import OptimConfig
@@ -68,46 +68,26 @@ class StepProgress(Callback):
     """A bar over optimizer steps with rate, estimate, loss, the last validation's accepted length, tokens a second and
     the share of the time that waits for data."""
 
-    def __init__(self, console: Console) -> None:
-        text = TextColumn("{task.fields[rate]} {task.fields[note]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
-        self._bar = Progress(*columns, console=console)
-        self._task: TaskID | None = None
+    def __init__(self) -> None:
+        self._work: Work | None = None
         self._since = (0, 0.0)
 
     def on_train_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         if trainer.is_global_zero:
             step = trainer.global_step
             self._since = (step, pl_module.clock.seconds)
-            self._task = self._bar.add_task("training", total=pl_module.total_steps, completed=step, rate="", note="")
-            self._bar.start()
+            self._work = Work("training", unit="steps", begun_at=step).__enter__()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: "DistillModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._task is None:
-            return
-        step, seconds = trainer.global_step - self._since[0], pl_module.clock.seconds - self._since[1]
-        known = (("loss", "train/loss"), ("accepted", "val/accepted_length"), ("greedy", "val/accepted_length_greedy"))
-        metrics = trainer.callback_metrics
-        parts = [f"{short} {float(metrics[name]):.3f}" for short, name in known if name in metrics]
-        if "throughput/tokens_per_second" in metrics:
-            parts.append(f"{float(metrics['throughput/tokens_per_second']):,.0f} tokens/s")
-        if "throughput/data_wait" in metrics:
-            parts.append(f"data wait {float(metrics['throughput/data_wait']):.1%}")
-        self._bar.update(
-            self._task,
-            completed=trainer.global_step,
-            total=pl_module.total_steps,
-            rate=f"{step / seconds:.2f} steps/s" if step and seconds else "",
-            note=" ".join(parts),
-        )
+        self._show(trainer, pl_module, "training")
 
     def on_validation_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        self._describe("validating")
+        self._show(trainer, pl_module, "validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
-        self._describe("training")
+        self._show(trainer, pl_module, "training")
 
     def on_train_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._stop()
@@ -115,14 +95,24 @@ class StepProgress(Callback):
     def on_exception(self, trainer: Trainer, pl_module: "DistillModule", exception: BaseException) -> None:
         self._stop()
 
-    def _describe(self, text: str) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, description=text)
+    def _show(self, trainer: Trainer, module: "DistillModule", what: str) -> None:
+        if self._work is None:
+            return
+        step, seconds = trainer.global_step - self._since[0], module.clock.seconds - self._since[1]
+        known = (("loss", "train/loss"), ("accepted", "val/accepted_length"), ("greedy", "val/accepted_length_greedy"))
+        metrics = trainer.callback_metrics
+        parts = [f"{short} {float(metrics[name]):.3f}" for short, name in known if name in metrics]
+        if "throughput/tokens_per_second" in metrics:
+            parts.append(f"{float(metrics['throughput/tokens_per_second']):,.0f} tokens/s")
+        if "throughput/data_wait" in metrics:
+            parts.append(f"data wait {float(metrics['throughput/data_wait']):.1%}")
+        rate = f"{step / seconds:.2f} steps/s" if step and seconds else ""
+        self._work(trainer.global_step, module.total_steps, rate=rate, note=" ".join(parts), what=what)
 
     def _stop(self) -> None:
-        if self._task is not None:
-            self._bar.stop()
-            self._task = None
+        if self._work is not None:
+            self._work.__exit__()
+            self._work = None
 
 
 class TargetUnchanged(Callback):
@@ -195,7 +185,7 @@ def build_callbacks(
         # Buffers are copied, not averaged: the mean of two token ids is another token.
         callbacks.append(EMAWeightAveraging(decay=optim.ema_decay, use_buffers=False))
     callbacks += [StepBudget(), TargetUnchanged(), ParameterTable(console)]
-    callbacks += [ThroughputMeter(run, console), StepProgress(console)]
+    callbacks += [StepProgress(), ThroughputMeter(run, console)]
     saver = SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance)
     if probe is not None and config.probe_every_n_steps is not None:
         decoding, sampling = probe

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from drafters.checkpoint import WHOLE, replace_path, save_drafter, write_error
 from drafters.errors import ConfigError
 from drafters.files import save_tensors
+from drafters.stopping import ASKED, leave_terminal
 from drafters.training.strategies import together, whole_drafter
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def validation_follows(trainer: Trainer) -> bool:
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps `folder/last.ckpt`: every `every_n_steps` optimizer steps, every `every_minutes`, at the end, and at Ctrl-C
-    or SIGTERM, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving. Where a
+    """Keeps `folder/last.ckpt`: every `every_n_steps` optimizer steps, every `every_minutes`, at the end, and at a
+    signal of ASKED, after which it raises TrainingInterrupted. A second Ctrl-C stops at once, without saving. Where a
     launcher has a handler for WARNING (submitit's puts the job back into the queue), that signal is answered alike.
 
     A step with a validation is saved after it, never before: Lightning counts what a checkpoint holds as done, so a run
@@ -105,7 +106,9 @@ class LastCheckpoint(Checkpoint):
         for wishes in (pl_module.requests, pl_module.agreed):
             wishes.update(dict.fromkeys(wishes, False))
         if threading.current_thread() is threading.main_thread():
-            answered = (signal.SIGINT, signal.SIGTERM, *([WARNING] if callable(signal.getsignal(WARNING)) else []))
+            # Those that are ignored stay so, as that of a closed terminal under nohup.
+            asked = [one for one in ASKED if signal.getsignal(one) != signal.SIG_IGN]
+            answered = (*asked, *([WARNING] if callable(signal.getsignal(WARNING)) else []))
             self._handlers = {number: signal.getsignal(number) for number in answered}
             for number in self._handlers:
                 signal.signal(number, lambda number, frame: self._on_signal(number, pl_module))
@@ -178,6 +181,8 @@ class LastCheckpoint(Checkpoint):
 
     def _on_signal(self, number: int, module: "DistillModule") -> None:
         module.requests["stop"], self._heard = True, number
+        if number == signal.SIGHUP:
+            leave_terminal()
         signal.signal(number, self._handlers[number])
         logger.warning("%s: stopping after this step; once more to stop at once", signal.Signals(number).name)
 
