@@ -12,6 +12,7 @@ from typing import Any
 from drafters.checkpoint import replace_path, write_error
 from drafters.distributed import Ranks
 from drafters.errors import CheckpointError
+from drafters.plain_json import parse
 
 __all__ = ["SETTINGS", "Run", "claim", "open_run"]
 
@@ -147,7 +148,7 @@ def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> N
 def _read_settings(run: Run) -> dict[str, Any] | None:
     path = run.folder / SETTINGS
     try:
-        settings: Any = json.loads(path.read_text())
+        settings: Any = parse(path.read_text())
         if not isinstance(settings, dict):
             raise ValueError("it should hold an object")
     except FileNotFoundError:

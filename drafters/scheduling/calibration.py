@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafters.checkpoint import write_whole
 from drafters.errors import CheckpointError, ConfigError
+from drafters.plain_json import parse
 from drafters.scheduling.observations import Observations
 from drafters.types import SIGNALS, Sampling
 
@@ -132,7 +133,7 @@ class Calibration:
         """The calibration of a `drafter` folder. Raises CheckpointError when there is none, or it is damaged."""
         path = folder / FILE
         try:
-            values = json.loads(path.read_text())
+            values = parse(path.read_text())
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; {AGAIN}") from error
         except (OSError, ValueError, RecursionError) as error:
