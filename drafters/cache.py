@@ -227,7 +227,7 @@ class HiddenCache:
 
 def _problem(manifest: Manifest, rows: dict[str, Any], splits: dict[str, Any]) -> str | None:
     """What does not fit together in what a cache says of its samples, if anything does not."""
-    lists = [rows.get(name) for name in ("ids", "sources", "lengths")]
+    lists: list[Any] = [rows.get(name) for name in ("ids", "sources", "lengths")]
     if not all(isinstance(one, list) for one in lists):
         return f"{SAMPLES} has no lists of ids, sources and lengths"
     if len({manifest.num_samples, *map(len, lists)}) > 1:

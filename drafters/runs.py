@@ -24,6 +24,8 @@ FREE = (
 )
 
 
+# Of settings that runs of earlier versions do not have.
+BEFORE = {"target.trust_remote_code": False}
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
 FIXED = ("target", "source", "data", "drafter", "warm_start")
 
@@ -163,6 +165,6 @@ def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, 
         for name in before.keys() | after.keys():
             path = f"{key}.{name}" if key else name
             if path not in FREE:
-                yield from _differences(before.get(name), after.get(name), path)
+                yield from _differences(before.get(name, BEFORE.get(path)), after.get(name), path)
     elif before != after:
         yield key, json.dumps(before), json.dumps(after)

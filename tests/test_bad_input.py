@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 import drafters.files
 import evaluate
 import train
-from drafters.distributed import Ranks
 from drafters.cache import CacheKey
+from drafters.distributed import Ranks
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.runs import claim
 from drafters.training.strategies import placement
