@@ -237,9 +237,8 @@ def _problem(manifest: Manifest, rows: dict[str, Any], splits: dict[str, Any]) -
     shards = [shard for shard in manifest.shards if shard is not None]
     if sum(shard.num_samples for shard in shards) != manifest.num_samples or any(s.num_samples < 0 for s in shards):
         return f"the shards in {MANIFEST} are not of its {manifest.num_samples} samples"
-    places = range(manifest.num_samples)
-    if not all(isinstance(part, list) for part in splits.values()):
+    if not all(isinstance(part, list) and all(type(place) is int for place in part) for part in splits.values()):
         return f"{SPLITS} has no lists of samples"
-    if not all(type(place) is int and place in places for part in splits.values() for place in part):
-        return f"{SPLITS} names a sample that is none of the {manifest.num_samples}"
+    if sorted(place for part in splits.values() for place in part) != [*range(manifest.num_samples)]:
+        return f"{SPLITS} does not have each of the {manifest.num_samples} samples once"
     return None
