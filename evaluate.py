@@ -291,13 +291,13 @@ def find_dialogues(
 def trained_by(entries: "Sequence[Entry]", source: "SourceConfig") -> "Trained | None":
     """What any of the runs trained on, where that can be told from the source."""
     from data.prompts import trained_on
-    from data.sources import DataConfig
+    from data.sources import DataConfig, SourceConfig
     from drafters.config import build_config, typed
 
     found: list[Trained] = []
     for entry in entries:
         if entry.run is not None:
-            own: SourceConfig = build_config(entry.settings["source"], key="source")[1]
+            own: SourceConfig = build_config(entry.settings["source"], key="source", base=SourceConfig)[1]
             data: DataConfig = typed(DataConfig, entry.settings["data"], key="data")
             part = trained_on(source, own=own.seen_from(entry.settings["cwd"]), data=data)
             found += [] if part is None else [part]

@@ -54,7 +54,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     from drafters.training.plan import how_computed
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
-    from drafters.weights import resolve
+    from drafters.weights import resolve_node
 
     ranks = ranks or Ranks()
     plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
@@ -69,7 +69,7 @@ def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
             folder_of(warm_start)
         with ranks.first_goes_first():
             parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
-            weights = resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
+            weights = resolve_node(settings["target"])
         device = torch.device(pick_device(asked := ranks.device(cfg.device)))
         load = partial(load_target, settings["target"], device=data.target_device or asked)
         target = load(is_outline=not plan.decodes and data.states != ONLINE)

@@ -102,7 +102,9 @@ def plan_capture(cfg: DictConfig) -> None:
     _, source = build_config(cfg.source, key="source")
     kind = build_config(cfg.drafter, key="drafter")
     parts = load_splits(source, validation=data.validation, seed=data.seed)
-    kept = {name: node[name] for name in ("mask_token", "sha256", "name") if node.get(name) is not None}
+    kept = {
+        name: node[name] for name in ("mask_token", "sha256", "name", "trust_remote_code") if node.get(name) is not None
+    }
     target = FrozenTarget.outline(node.get("weights"), dtype=node.get("dtype", "bfloat16"), **kept)
     say(render(make_plan(target, parts, kind, (config, data, machine), device=cfg.device)))
 

@@ -77,12 +77,13 @@ def _tokenizer(name: str | None, target: dict[str, Any]) -> Any:
     from drafters.weights import load_tokenizer
 
     if name is None:
-        return load_tokenizer(target["weights"], sha256=target["sha256"])
+        trust = bool(target.get("trust_remote_code"))
+        return load_tokenizer(target["weights"], sha256=target["sha256"], trust_remote_code=trust)
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"tokenizer: no folder '{name}'; give one that holds a tokenizer.json, or null")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"tokenizer: none in '{name}': {str(error).splitlines()[0]}") from error
 

@@ -3,7 +3,6 @@
 # other, each layer a tensor of its own, so that a reader maps the file and touches only what a batch needs.
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from drafters.cache_manifest import (
     ALL,
+    MANIFEST,
     SAMPLES,
     SPLITS,
     CacheKey,
@@ -27,6 +27,7 @@ from drafters.cache_manifest import (
 from drafters.cache_records import record_name
 from drafters.codecs import find_codec
 from drafters.errors import DataError
+from drafters.plain_json import parse, unsealed
 from drafters.states import predicts
 from drafters.storage import Folder, open_folder
 from drafters.types import Needs
@@ -60,10 +61,13 @@ class HiddenCache:
         self.verify = verify
         self.shards = tuple(shard for shard in manifest.shards if shard is not None)
         rows = self._read_json(SAMPLES, sha256=manifest.samples_sha256)
+        splits = self._read_json(SPLITS)
+        if problem := _problem(manifest, rows, splits):
+            raise DataError(f"cache: {folder}: {problem}; it is damaged: remove {MANIFEST} there and capture again")
         self.ids: tuple[str, ...] = tuple(rows["ids"])
         self.sources: tuple[str, ...] = tuple(rows["sources"])
         self.lengths: tuple[int, ...] = tuple(rows["lengths"])
-        self.splits: dict[str, tuple[int, ...]] = {k: tuple(v) for k, v in self._read_json(SPLITS).items()}
+        self.splits: dict[str, tuple[int, ...]] = {k: tuple(v) for k, v in splits.items()}
         self._places: list[tuple[int, int]] = []  # (shard, first row) of each sample
         for number, shard in enumerate(self.shards):
             row = 0
@@ -139,7 +143,13 @@ class HiddenCache:
         shard, by name."""
         needs = Needs(layer_ids=self.layer_ids) if needs is None else needs
         self.manifest.check_needs(needs, self.folder)
-        return [self._sample(index, needs.layer_ids) for index in indices]
+        try:
+            return [self._sample(index, needs.layer_ids) for index in indices]
+        except (SafetensorError, RuntimeError, IndexError, TypeError) as error:  # of shards that are not what was said
+            raise DataError(
+                f"cache: a shard of {self.folder} does not hold what {MANIFEST} says: {error}; remove that folder and "
+                "capture again"
+            ) from error
 
     def _sample(self, index: int, layer_ids: tuple[int, ...]) -> CachedSample:
         number, start = self._places[index]
@@ -207,9 +217,28 @@ class HiddenCache:
             text = self.folder.read(name)
             if sha256 and hashlib.sha256(text).hexdigest() != sha256:
                 raise ValueError("its checksum is wrong")
-            values: dict[str, Any] = json.loads(text)
+            values = unsealed(parse(text))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"cache: {self.folder.name_of(name)}: {error}; the capture command makes it again"
             ) from error
         return values
+
+
+def _problem(manifest: Manifest, rows: dict[str, Any], splits: dict[str, Any]) -> str | None:
+    """What does not fit together in what a cache says of its samples, if anything does not."""
+    lists: list[Any] = [rows.get(name) for name in ("ids", "sources", "lengths")]
+    if not all(isinstance(one, list) for one in lists):
+        return f"{SAMPLES} has no lists of ids, sources and lengths"
+    if len({manifest.num_samples, *map(len, lists)}) > 1:
+        return f"{SAMPLES} is not of the {manifest.num_samples} samples that {MANIFEST} counts"
+    if not all(type(length) is int and length > 0 for length in rows["lengths"]):
+        return f"{SAMPLES} has a length that is no whole number above 0"
+    shards = [shard for shard in manifest.shards if shard is not None]
+    if sum(shard.num_samples for shard in shards) != manifest.num_samples or any(s.num_samples < 0 for s in shards):
+        return f"the shards in {MANIFEST} are not of its {manifest.num_samples} samples"
+    if not all(isinstance(part, list) and all(type(place) is int for place in part) for part in splits.values()):
+        return f"{SPLITS} has no lists of samples"
+    if sorted(place for part in splits.values() for place in part) != [*range(manifest.num_samples)]:
+        return f"{SPLITS} does not have each of the {manifest.num_samples} samples once"
+    return None

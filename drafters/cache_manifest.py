@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from drafters.errors import DataError
+from drafters.plain_json import parse, sealed, unsealed
 from drafters.spec import TargetSpec
 from drafters.storage import Folder, open_folder
 from drafters.types import Example, Needs
 
-__all__ = ["CacheKey", "Manifest", "Shard", "data_hash", "example_digest", "json_bytes"]
+__all__ = ["CacheKey", "Manifest", "Shard", "data_hash", "example_digest", "json_bytes", "shard_name"]
 
 SCHEMA = 1
 MANIFEST, SAMPLES, SPLITS = "cache.json", "samples.json", "splits.json"
@@ -101,17 +102,22 @@ class Manifest:
         """Raises DataError when there is none, or it is damaged or written by another version."""
         folder = open_folder(folder)
         try:
-            values = json.loads(folder.read(MANIFEST))
+            values = parse(folder.read(MANIFEST))
             if (schema := values["key"]["schema"]) != SCHEMA:
                 raise DataError(f"cache: {folder} has schema {schema}, this version reads {SCHEMA}; capture it again")
+            values = unsealed(values)
             key = CacheKey(**values.pop("key"))
             shards = tuple(shard and Shard(**shard) for shard in values.pop("shards"))
             layer_ids = tuple(values.pop("layer_ids"))
-            values.pop("key_digest")
+            if values.pop("key_digest") != key.digest:
+                raise ValueError("its key_digest is not of its key")
+            for number, shard in enumerate(shards):
+                if shard is not None and shard.name != shard_name(number):
+                    raise ValueError(f"it names {shard.name!r:.80} as shard {number}, which is {shard_name(number)}")
             return cls(key=key, shards=shards, layer_ids=layer_ids, **values)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(f"cache: no {MANIFEST} in {folder}; make it with `python -m data.capture`") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
                 f"cache: {folder.name_of(MANIFEST)} is damaged ({error}); remove that file alone, the capture command "
                 "makes it again and keeps the shards"
@@ -125,7 +131,7 @@ class Manifest:
 
     def save(self, folder: Folder) -> None:
         """Replace `cache.json` atomically."""
-        folder.write(MANIFEST, json_bytes({"key_digest": self.key.digest, **asdict(self)}, indent=1))
+        folder.write(MANIFEST, json_bytes(sealed({"key_digest": self.key.digest, **asdict(self)}), indent=1))
 
     def with_shards(self, found: Mapping[int, Shard | None]) -> "Manifest":
         """The manifest with other shards in the places of `found`."""
@@ -161,6 +167,11 @@ class Manifest:
                 f"cache: {folder} stores the layers {list(self.layer_ids)}, not {absent}. To store them too, remove "
                 f"that folder and run `python -m data.capture 'cache.layer_ids={union}'` on the same source"
             )
+
+
+def shard_name(number: int) -> str:
+    """File of a shard."""
+    return f"shard-{number:05d}.safetensors"
 
 
 def json_bytes(values: dict[str, Any], *, indent: int | None = None) -> bytes:

@@ -2,23 +2,18 @@
 # two processes write one file, and what a process has finished outlives it. The next start merges records into the
 # manifest.
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
-from drafters.cache_manifest import Manifest, Shard, json_bytes
+from drafters.cache_manifest import Manifest, Shard, json_bytes, shard_name
 from drafters.files import file_sha256, save_tensors
+from drafters.plain_json import parse
 from drafters.storage import Folder
 
 __all__ = ["read_record", "record_name", "shard_name", "write_record", "write_shard"]
-
-
-def shard_name(number: int) -> str:
-    """File of a shard."""
-    return f"shard-{number:05d}.safetensors"
 
 
 def record_name(number: int) -> str:
@@ -49,9 +44,9 @@ def read_record(folder: Folder, number: int, sizes: Mapping[str, int], manifest:
     if record_name(number) not in sizes:
         return None
     try:
-        values = json.loads(folder.read(record_name(number)))
+        values = parse(folder.read(record_name(number)))
         digests, shard = (values.pop("key_digest"), values.pop("content_digest")), Shard(**values)
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     is_whole = shard.name == shard_name(number) and sizes.get(shard.name) == shard.num_bytes
     return shard if is_whole and digests == (manifest.key.digest, manifest.content_digest) else None

@@ -7,6 +7,7 @@ from typing import Any
 
 from drafters.cache_manifest import CacheKey, Manifest, json_bytes
 from drafters.errors import CheckpointError, DataError
+from drafters.plain_json import parse, sealed, unsealed
 from drafters.spec import TargetSpec
 from drafters.storage import Folder
 
@@ -22,7 +23,7 @@ FREE = ("embed_scale", "logit_scale", "tied_head", "mask_token_id", "name", "tem
 def keep_spec(folder: Folder, spec: TargetSpec) -> None:
     """Write `target_spec.json` where it is not there. The cache is whole without it, so a folder that cannot be written
     gets a note in the log."""
-    content = json_bytes(spec.to_dict(), indent=1)
+    content = json_bytes(sealed(spec.to_dict()), indent=1)
     try:
         if SPEC not in folder.names() or not _is_same(folder.read(SPEC), spec):
             folder.write(SPEC, content)
@@ -47,7 +48,7 @@ def find_spec(folder: Folder, key: CacheKey, outline: TargetSpec) -> TargetSpec 
     if SPEC not in names:
         return f"{folder.name_of(SPEC)} is not there (a cache of an earlier version); {again}"
     try:
-        found = TargetSpec.from_dict(json.loads(folder.read(SPEC)))
+        found = TargetSpec.from_dict(unsealed(parse(folder.read(SPEC))))
         mine, theirs = _compared(outline), _compared(found)
     except (OSError, ValueError, TypeError, AttributeError, CheckpointError) as error:
         return f"{folder.name_of(SPEC)} is damaged ({error}); {again}"
@@ -59,7 +60,7 @@ def find_spec(folder: Folder, key: CacheKey, outline: TargetSpec) -> TargetSpec 
 def _is_same(content: bytes, spec: TargetSpec) -> bool:
     """But for what the settings of a run decide."""
     try:
-        return _measured(TargetSpec.from_dict(json.loads(content))) == _measured(spec)
+        return _measured(TargetSpec.from_dict(unsealed(parse(content)))) == _measured(spec)
     except (ValueError, TypeError, AttributeError, CheckpointError):
         return False
 

@@ -25,6 +25,7 @@ from drafters.cache_records import read_record, record_name, shard_name, write_r
 from drafters.cache_target import keep_spec
 from drafters.codecs import find_codec
 from drafters.errors import DataError
+from drafters.plain_json import parse, sealed, unsealed
 from drafters.planning import stored_bytes
 from drafters.progress import over
 from drafters.spec import check_layer_ids
@@ -126,7 +127,8 @@ class _Job:
             self.examples, tokens_per_shard=sizes.tokens_per_shard, batch_tokens=sizes.batch_tokens
         )
         ordered = [i for plan in self.plans for i in plan.samples]
-        self.lists = {SAMPLES: json_bytes(self._samples(ordered)), SPLITS: json_bytes(split_places(ordered, splits))}
+        self.splits = {name: list(places) for name, places in split_places(ordered, splits).items()}
+        self.lists = {SAMPLES: json_bytes(self._samples(ordered)), SPLITS: json_bytes(sealed(self.splits))}
         self.manifest = begun or Manifest(
             key=key,
             layer_ids=config.layer_ids,
@@ -144,8 +146,16 @@ class _Job:
     def is_done(self) -> bool:
         """Whether everything is there as it should be, checksums of shards aside."""
         sizes = self.folder.sizes()
-        is_listed = all(name in sizes and self.folder.read(name) == text for name, text in self.lists.items())
+        is_listed = all(name in sizes and self._is_right(name) for name in self.lists)
         return is_listed and MANIFEST in sizes and not self.manifest.missing(sizes)
+
+    def _is_right(self, name: str) -> bool:
+        """Whether a list is there as it would be written; one of splits may be without a checksum, as it once was."""
+        content = self.folder.read(name)
+        try:
+            return content == self.lists[name] or (name == SPLITS and unsealed(parse(content)) == self.splits)
+        except ValueError:
+            return False
 
     def start(self) -> _Start:
         """What the folder holds. Called by the first rank."""
@@ -198,7 +208,7 @@ class _Job:
             if record_name(number) in names:
                 self.folder.remove(record_name(number))
         for name, text in self.lists.items():
-            if name not in names or self.folder.read(name) != text:
+            if name not in names or not self._is_right(name):
                 self.folder.write(name, text)
         self.manifest.save(self.folder)
 

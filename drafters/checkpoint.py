@@ -4,8 +4,11 @@
 import errno
 import json
 import pickle
+import re
 import shutil
+import struct
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,6 +27,7 @@ from drafters.files import file_sha256, flush, save_tensors
 from drafters.heads.base import Drafter
 from drafters.packed.block import Block
 from drafters.packed.load import load_packed
+from drafters.plain_json import parse, sealed, unsealed
 from drafters.spec import TargetSpec
 from drafters.system_errors import advice
 
@@ -42,6 +46,11 @@ __all__ = [
 
 SCHEMA = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What torch says of a checkpoint that is damaged, or that holds more than tensors: that is never run.
+DAMAGED = (
+    *(OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile),
+    *(ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError, OverflowError),
+)
 WHOLE = "drafter.safetensors"  # beside the parts of a training checkpoint that is a folder
 # What must agree even where another target is allowed: the drafter's own sizes follow from these.
 SIZES = ("hidden_size", "num_layers", "vocab_size", "embed_scale", "logit_scale", "logit_softcap")
@@ -71,7 +80,7 @@ def save_drafter(
             "weights": {"file": WEIGHTS, "sha256": file_sha256(temp / WEIGHTS)},
             "provenance": dict(provenance or {}),
         }
-        (temp / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (temp / CONFIG).write_text(json.dumps(sealed(config), indent=2) + "\n")
         replace_path(temp, folder)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
@@ -108,7 +117,12 @@ def load_drafter(folder: Path | str, *, spec: TargetSpec | None = None, allow_ot
     if is_packed(config):
         own_rows = spec is None or spec.weights_hash == stored.weights_hash
         return load_packed(weights, partial(_construct, folder, config["drafter"], spec or stored), own_rows=own_rows)
-    tensors = load_file(weights)
+    try:
+        tensors = load_file(weights)
+    except SafetensorError as error:  # its checksum is right
+        raise CheckpointError(
+            f"{weights}: is no safetensors file: {error}; train or export the drafter again"
+        ) from error
     drafter = _construct(folder, config["drafter"], spec or stored, tensors)
     try:
         drafter.load_state_dict(tensors, strict=True)
@@ -125,13 +139,15 @@ def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: Tar
             state = load_file(path / WHOLE)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, SafetensorError, pickle.UnpicklingError) as error:
+        prefix = "drafter."
+        tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+    except DAMAGED as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if found := re.search(r"global:? ([\w.]+)", str(error), re.IGNORECASE):
+            reason = f"it names {found[1]}, which would run code; tensors and numbers alone are read"
         raise CheckpointError(
             f"resume: {path} is damaged: {reason}; remove it to start anew, or choose another name="
         ) from error
-    prefix = "drafter."
-    tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
     drafter = cls.from_tensors(config, spec, tensors)
     try:
         drafter.load_state_dict(tensors, strict=True)
@@ -142,13 +158,15 @@ def drafter_of_checkpoint(path: Path, cls: type[Drafter], config: Any, spec: Tar
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """The parsed config.json of a `drafter` folder. Raises CheckpointError when it is missing, malformed or of a
-    schema that this version does not read."""
+    """The parsed config.json of a `drafter` folder. Raises CheckpointError when it is missing, malformed, of a schema
+    that this version does not read, or not as it was written."""
     path = _present(Path(folder)) / CONFIG
     try:
-        config = json.loads(path.read_text())
+        config = parse(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; give the `drafter` folder of a run") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; copy the folder again") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); the file is damaged") from error
     schema = config.get("schema") if isinstance(config, dict) else None
@@ -159,7 +177,12 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no '{missing[0]}' section; the file is damaged")
     if "sha256" not in config["weights"]:
         raise CheckpointError(f"{path}: no 'sha256' in its 'weights' section; the file is damaged")
-    return config
+    try:
+        return unsealed(config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: {error}: copy the folder again, or remove the key 'checksum' to take it as it stands"
+        ) from error
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:
@@ -231,6 +254,11 @@ def _construct(folder: Path, node: dict[str, Any], spec: TargetSpec, tensors: Ma
         return drafter
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # of sizes that no drafter has
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{key}: makes no drafter: {reason}; the file is damaged: copy the folder again"
+        ) from error
 
 
 def _check_target(folder: Path, stored: TargetSpec, spec: TargetSpec, allow_other: bool) -> None:

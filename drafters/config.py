@@ -3,6 +3,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from os import PathLike
@@ -24,8 +25,11 @@ WRITTEN = {bool: "true, false", int: "a whole number", float: "a number", str: "
 def locate(path: str, *, key: str = "_target_") -> Any:
     """The object at a dotted path. Raises ConfigError naming `key` when there is none."""
     module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    if not module:
+    if not module or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{key}: '{path}' is not a dotted path; write package.module.ClassName")
+    # Files of strangers name paths, too, and some modules do things when they are imported.
+    if module.partition(".")[0] in sys.stdlib_module_names or "__main__" in module.split("."):
+        raise ConfigError(f"{key}: '{path}' is of Python itself and not imported; accepted: a class of a package")
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -67,8 +71,9 @@ def typed(schema: type, node: Any, *, key: str) -> Any:
         raise ConfigError(f"{prefix if is_named else f'{key}: ' if key else ''}{error}") from error
 
 
-def build_config(node: Any, *, key: str) -> tuple[type, Any]:
-    """(class, config instance) of a node with `_target_`. The class's `Config` types the rest of the node."""
+def build_config(node: Any, *, key: str, base: type | None = None) -> tuple[type, Any]:
+    """(class, config instance) of a node with `_target_`. The class's `Config` types the rest of the node. With `base`
+    the class has to be one of it: a file that another person wrote may name any class that is installed."""
     plain = to_plain(node)
     if not isinstance(plain, dict) or "_target_" not in plain:
         raise ConfigError(
@@ -78,6 +83,8 @@ def build_config(node: Any, *, key: str) -> tuple[type, Any]:
     schema = cls if is_dataclass(cls) else getattr(cls, "Config", None)
     if not isinstance(cls, type) or not isinstance(schema, type) or not is_dataclass(schema):
         raise ConfigError(f"{key}._target_: '{plain['_target_']}' is no class with a dataclass `Config`")
+    if base is not None and not issubclass(cls, base):
+        raise ConfigError(f"{key}._target_: '{plain['_target_']}' is no {base.__name__}; accepted: a class that is")
     return cls, typed(schema, plain, key=key)
 
 

@@ -92,6 +92,11 @@ def target_node(entries: Sequence[Entry], given: Mapping[str, Any] | None) -> Ma
         return given
     if not runs:
         raise ConfigError("target: missing; a baseline alone needs one of conf/target, such as target=smollm2")
-    settings = runs[0].settings
+    settings, folder = runs[0].settings, runs[0].run and runs[0].run.folder
+    if settings["target"].get("trust_remote_code"):
+        raise ConfigError(
+            f"target.trust_remote_code: {folder} was trained with true, but a folder does not decide that code is run; "
+            "say it in this command: target=NAME target.trust_remote_code=true, as for train.py"
+        )
     path = Path(settings["cwd"], settings["target"]["weights"])
     return {**settings["target"], "weights": str(path)} if path.exists() else settings["target"]

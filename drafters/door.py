@@ -45,8 +45,18 @@ __all__ = [
     "start",
 ]
 
-TARGET_KEYS = ("name", "weights", "sha256", "dtype", "mask_token", "layer_ids", "device_map", "tp_plan")
-PLACED = ("device_map", "tp_plan")
+TARGET_KEYS = (
+    "name",
+    "weights",
+    "sha256",
+    "dtype",
+    "trust_remote_code",
+    "mask_token",
+    "layer_ids",
+    "device_map",
+    "tp_plan",
+)
+PLACED = ("device_map", "tp_plan", "trust_remote_code")
 PIPE_WIDTH = 120  # columns where the output is no terminal
 # Through these Lightning tells everybody of products, absent devices and tips. Its warnings use `warnings` and stay.
 CHATTER = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero")
@@ -193,6 +203,7 @@ class TargetConfig:
     weights: str | None = None
     sha256: str | None = None
     dtype: str | None = "bfloat16"
+    trust_remote_code: bool = False
     mask_token: Any = None
     layer_ids: tuple[int, ...] = ()
     device_map: Any = None
@@ -228,7 +239,7 @@ def load_target(
     from drafters.weights import fingerprint, resolve
 
     check_target(node)
-    device_map, tp_plan = (node.get(name) for name in PLACED)
+    device_map, tp_plan, trusted = (node.get(name) for name in PLACED)
     if tp_plan is not None and not is_split:
         raise ConfigError(
             f"target.tp_plan: got '{tp_plan}', which only python -m data.capture (under torchrun) works with; "
@@ -239,11 +250,13 @@ def load_target(
         raise ConfigError(
             f"device: got '{device}', but target.{name} says where the weights lie; leave one of them null"
         )
-    placement = Placement(pick_device(device), device_map=device_map, tp_plan=tp_plan)
+    trust = bool(trusted)
+    placement = Placement(pick_device(device), device_map=device_map, tp_plan=tp_plan, trust_remote_code=trust)
     chosen = {name: node[name] for name in TARGET_KEYS if name in node and name not in ("layer_ids", *PLACED)}
     if is_outline:
         folder = resolve(chosen["weights"], sha256=chosen.get("sha256"))
-        return FrozenTarget.outline(**{"dtype": "bfloat16", **chosen}, weights_hash=fingerprint(folder))
+        facts = {"weights_hash": fingerprint(folder), "trust_remote_code": trust}
+        return FrozenTarget.outline(**{"dtype": "bfloat16", **chosen, **facts})
     return FrozenTarget.load(**chosen, device=placement)
 
 
@@ -312,7 +325,10 @@ def decoding_into(
 
 def command_facts(target: "FrozenTarget") -> dict[str, Any]:
     """The command that was given, and the target."""
-    return {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "target": _named(target)}
+    from drafters.storage_remote import without_secrets
+
+    words = [without_secrets(word) for word in sys.argv[1:]]
+    return {"command": " ".join([Path(sys.argv[0]).name, *words]), "target": _named(target)}
 
 
 def _fingerprint(target: "FrozenTarget", contestants: Mapping[str, "Contestant"], what: Sequence[Any]) -> str:

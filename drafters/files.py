@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["cache_root", "file_sha256", "flush", "save_tensors"]
+__all__ = ["cache_root", "file_sha256", "flush", "plain_name", "save_tensors"]
 
 
 def cache_root() -> Path:
@@ -38,6 +38,14 @@ def file_sha256(path: Path) -> str:
     """sha256 (hex) of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def plain_name(name: object) -> str:
+    """`name`, where it names a file in the folder that it is looked up in. Raises ValueError for a path that leads
+    elsewhere, as a list of files that was tampered with may hold; a link in the folder is its owner's business."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or "/" in name or "\\" in name:
+        raise ValueError(f"it names {name!r:.80}, which is no file name; accepted: names of files in its own folder")
+    return name
 
 
 def flush(path: Path) -> None:

@@ -2,7 +2,6 @@
 # from a finished cache needs. All else is read from the weights' own files, tensor by tensor, when a drafter begins
 # from it. What families hide in their code cannot be measured so: it comes from the capture, which did.
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 
 from drafters.cache import HiddenCache
 from drafters.errors import CheckpointError
+from drafters.files import plain_name
+from drafters.plain_json import parse
 from drafters.spec import TargetSpec
 from drafters.states import log_sum_exp, predicts
 from drafters.target import FrozenTarget, TargetHead
@@ -106,8 +107,8 @@ def _files(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the names in the files."""
     try:
         if (folder / INDEX).is_file():
-            files = dict(json.loads((folder / INDEX).read_text())["weight_map"])
-            return {str(name): str(Path(file)) for name, file in files.items()}
+            files = dict(parse((folder / INDEX).read_text())["weight_map"])
+            return {str(name): plain_name(file) for name, file in files.items()}
         with safe_open(folder / SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), SINGLE)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.codecs import Codec
 from drafters.heads.draft_vocab import STORED
+from drafters.plain_json import parse
 from drafters.spec import TargetSpec
 from drafters.types import Batch, Example, Needs
 
@@ -213,7 +214,7 @@ class Rates:
     def read(self) -> dict[str, float]:
         """All there are; none where the file is missing or damaged, since they can be measured again."""
         try:
-            values = json.loads(self.path.read_text())
+            values = parse(self.path.read_text())
             return {str(name): float(rate) for name, rate in values.items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}

@@ -12,6 +12,7 @@ from typing import Any
 from drafters.checkpoint import replace_path, write_error
 from drafters.distributed import Ranks
 from drafters.errors import CheckpointError
+from drafters.plain_json import parse
 
 __all__ = ["SETTINGS", "Run", "claim", "open_run"]
 
@@ -23,6 +24,8 @@ FREE = (
 )
 
 
+# Of settings that runs of earlier versions do not have.
+BEFORE = {"target.trust_remote_code": False}
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
 FIXED = ("target", "source", "data", "drafter", "warm_start")
 
@@ -147,7 +150,7 @@ def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> N
 def _read_settings(run: Run) -> dict[str, Any] | None:
     path = run.folder / SETTINGS
     try:
-        settings: Any = json.loads(path.read_text())
+        settings: Any = parse(path.read_text())
         if not isinstance(settings, dict):
             raise ValueError("it should hold an object")
     except FileNotFoundError:
@@ -162,6 +165,6 @@ def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, 
         for name in before.keys() | after.keys():
             path = f"{key}.{name}" if key else name
             if path not in FREE:
-                yield from _differences(before.get(name), after.get(name), path)
+                yield from _differences(before.get(name, BEFORE.get(path)), after.get(name), path)
     elif before != after:
         yield key, json.dumps(before), json.dumps(after)

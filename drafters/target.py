@@ -124,9 +124,9 @@ class FrozenTarget:
         Raises ConfigError or CheckpointError with the key at fault.
         """
         kept_as = dtype_of(dtype)
-        folder = resolve(weights, sha256=sha256)
-        tokenizer = load_tokenizer(str(folder))
         placement = device if isinstance(device, Placement) else Placement(device)
+        folder = resolve(weights, sha256=sha256, with_code=placement.trust_remote_code)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=placement.trust_remote_code)
         model = placement.load(folder, kept_as)
         return cls.from_model(
             model,
@@ -137,15 +137,14 @@ class FrozenTarget:
         )
 
     @classmethod
-    def outline(
-        cls, weights: str, *, dtype: str, mask_token: str | int | None = None, **given: str | None
-    ) -> "FrozenTarget":
+    def outline(cls, weights: str, *, dtype: str, mask_token: str | int | None = None, **given: Any) -> "FrozenTarget":
         """A target without weights, which need not be there, on the meta device: sizes, modules and tokenizer. `given`:
-        `sha256` and `name` as for `load`, `weights_hash` where it is known. Raises what `load` raises."""
-        kept_as = dtype_of(dtype)
-        folder = resolve_outline(weights, sha256=given.get("sha256"))
-        tokenizer = load_tokenizer(str(folder))
-        model = outline(folder, kept_as)
+        `sha256` and `name` as for `load`, `weights_hash` where it is known, `trust_remote_code`. Raises what `load`
+        raises."""
+        kept_as, trust = dtype_of(dtype), bool(given.get("trust_remote_code"))
+        folder = resolve_outline(weights, sha256=given.get("sha256"), with_code=trust)
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust)
+        model = outline(folder, kept_as, trust_remote_code=trust)
         mask = mask_id(mask_token, tokenizer, model.config.get_text_config().vocab_size)
         spec = replace(
             read_spec(model, mask_token_id=mask, is_outline=True),

@@ -37,7 +37,14 @@ class Placement:
     under torchrun. Raises ConfigError for anything else.
     """
 
-    def __init__(self, device: torch.device | str, *, device_map: DeviceMap = None, tp_plan: str | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        device_map: DeviceMap = None,
+        tp_plan: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         check_placement(device_map, tp_plan)
         if isinstance(device_map, Mapping):
             _check_devices(device_map)
@@ -47,22 +54,25 @@ class Placement:
                 "`torchrun --nproc-per-node N`, or use target.device_map=auto"
             )
         self.device, self.device_map, self.tp_plan = device, device_map, tp_plan
+        self.trust_remote_code = trust_remote_code
 
     def load(self, folder: Path, dtype: torch.dtype) -> Any:
         """The causal LM in `folder`. Raises CheckpointError when it cannot be loaded so."""
+        trust = {"trust_remote_code": self.trust_remote_code}
         if self.tp_plan is not None:
             from transformers.distributed import DistributedConfig
 
-            return load_model(folder, dtype=dtype, distributed_config=DistributedConfig(tp_plan=self.tp_plan))
+            split = DistributedConfig(tp_plan=self.tp_plan)
+            return load_model(folder, dtype=dtype, **trust, distributed_config=split)
         if self.device_map is None:
-            return load_model(folder, dtype=dtype).to(self.device)
+            return load_model(folder, dtype=dtype, **trust).to(self.device)
         spare = cache_root() / "offload" / f"{fingerprint(folder)[:12]}-{str(dtype).removeprefix('torch.')}"
         given = self.device_map
         if isinstance(given, Mapping):
             given = {"" if name == ALL else name: device for name, device in given.items()}
         if isinstance(given, dict):
-            _check_names(given, outline(folder))
-        return load_model(folder, dtype=dtype, device_map=given, offload_folder=spare)
+            _check_names(given, outline(folder, trust_remote_code=self.trust_remote_code))
+        return load_model(folder, dtype=dtype, device_map=given, offload_folder=spare, **trust)
 
 
 def check_placement(device_map: Any, tp_plan: Any) -> None:
@@ -100,13 +110,14 @@ def _check_devices(device_map: Mapping[str, Any]) -> None:
             raise ConfigError(f"target.device_map.{module}: got {device!r}: {reason}; accepted: {ACCEPTED}") from error
 
 
-def outline(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def outline(folder: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False) -> Any:
     """The causal LM of the configs in `folder` without memory for its weights, which need not be there. Raises
     CheckpointError when transformers makes none of it."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     with reading(f"{folder / 'config.json'} makes no causal LM"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if (folder / "generation_config.json").is_file():  # it may know more ends of an answer
         with reading(f"cannot read {folder / 'generation_config.json'}"):
             model.generation_config = GenerationConfig.from_pretrained(folder)

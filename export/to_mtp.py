@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafters.errors import CheckpointError, ConfigError
 from drafters.heads.base import Drafter
+from drafters.plain_json import parse
 from drafters.spec import TargetSpec
 from export import mtp_serving, table
 from export.compressed import manifest_of, read_quantized
@@ -116,7 +117,7 @@ def read(folder: Path, *, spec: TargetSpec) -> tuple[dict[str, Any], dict[str, T
         size = "none" if projection is None else list(projection.shape)
         raise CheckpointError(f"{folder}: its module's projection is {size}, expected {list(expected)}")
     metadata = stored_metadata(next(iter(found.values())).file)
-    settings = json.loads(metadata[METADATA]) if METADATA in metadata else _published(spelling, count)
+    settings = parse(metadata[METADATA]) if METADATA in metadata else _published(spelling, count)
     return {**settings, "target_config": _target_config(section)}, tensors
 
 

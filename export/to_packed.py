@@ -17,6 +17,7 @@ from drafters.files import file_sha256
 from drafters.heads.base import Drafter
 from drafters.packed.block import Block, Part, block_size, save_block
 from drafters.packed.load import OUTPUT_ROWS
+from drafters.plain_json import sealed
 from drafters.runs import SETTINGS, Run
 from drafters.spec import TargetSpec
 from export import table
@@ -95,7 +96,7 @@ def write(source: Source, quant: str, out: Path, *, options: Options = DEFAULT) 
         "weights": {"file": WEIGHTS, "sha256": file_sha256(place / WEIGHTS), "packed": True, "quant": quant},
         "provenance": {**source.provenance, "packed_from": source.provenance.get("sha256")},
     }
-    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (place / "config.json").write_text(json.dumps(sealed(config), indent=2) + "\n")
 
 
 def stored(folder: Path) -> Manifest:

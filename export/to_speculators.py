@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafters.files import save_tensors
 from drafters.heads.base import Drafter
+from drafters.plain_json import parse
 from drafters.spec import TargetSpec
 from export import serving, table
 from export.compressed import quantization_config
@@ -190,5 +191,5 @@ def _layers(node: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
 def _architectures(target_folder: Path | None) -> list[str]:
     if target_folder is None:
         return []
-    config = json.loads((target_folder / "config.json").read_text())
+    config = parse((target_folder / "config.json").read_text())
     return list(config.get("architectures") or [])

@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 import drafters.files
 import evaluate
 import train
+from drafters.cache import CacheKey
 from drafters.distributed import Ranks
 from drafters.errors import CheckpointError, ConfigError, DataError
 from drafters.runs import claim
@@ -143,6 +144,8 @@ def states(world, first, tmp_path):
 def test_a_cache_of_another_target_is_refused(world, tmp_path, states):
     manifest = json.loads((states / "cache.json").read_text())
     manifest["key"]["weights_hash"] = "0" * 64
+    manifest["key_digest"] = CacheKey(**manifest["key"]).digest
+    del manifest["checksum"]
     (states / "cache.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"belongs to something else: it has weights_hash 0+ instead of.*cache\.root"):
         train.train(train_settings(world, f"outputs={tmp_path}", f"cache.root={tmp_path}/states"))

@@ -24,7 +24,9 @@ from drafters.types import Sampling
 )
 def test_a_value_of_a_wrong_type_is_refused_by_name(tmp_path, change, said):
     path = identity(1, sampling=Sampling(), drafter_sha256="d", target_hash="t").save(tmp_path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    values = json.loads(path.read_text()) | change
+    del values["checksum"]
+    path.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=said) as caught:
         Calibration.load(tmp_path)
     assert str(caught.value).startswith(f"{path}: ")
@@ -33,5 +35,5 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(tmp_path, change, said):
 
 def test_a_file_nested_without_end_is_refused(tmp_path):
     (tmp_path / "calibration.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="cannot be read: maximum recursion"):
+    with pytest.raises(CheckpointError, match="cannot be read: it is nested too deep"):
         Calibration.load(tmp_path)

@@ -28,6 +28,7 @@ def rewrite(folder, **changes):
         for name in path:
             section = section[name]
         section[last] = value
+    config.pop("checksum", None)
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -19,7 +19,7 @@ import train
 from drafters.batches import StatesLoader
 from drafters.cache_target import SPEC
 from drafters.errors import CheckpointError
-from drafters.weights import SOURCE_FILE
+from drafters.weight_files import SOURCE_FILE
 from tests.door_world import ROOT, contents, make_world, same_weights, settings, train_overrides
 
 pytestmark = pytest.mark.usefixtures("one_thread")

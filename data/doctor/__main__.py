@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
+from data.command import CONF, begin, check_settings
+
 if TYPE_CHECKING:
     from data.doctor.case import Case
-
-CONF = str(Path(__file__).resolve().parents[2] / "conf")
 
 
 def doctor(cfg: DictConfig, overrides: Sequence[str] = ()) -> "Case":
@@ -85,16 +85,17 @@ def _written(case: "Case", out: Path) -> Path:
     return write_whole(out / "doctor.json", lambda temp: temp.write_text(text))
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="doctor")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="doctor")
 def main(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from drafters.door import door
 
     with door():
+        check_settings(cfg, "doctor")
         if doctor(cfg, HydraConfig.get().overrides.task).findings.has_problem:
             raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    begin(main)

@@ -13,8 +13,8 @@ __all__ = ["check", "check_content", "check_head_fits"]
 
 def check(case: "Case") -> None:
     """Find the cache and look at everything in it but what needs the target."""
-    from data.capture import states_place
     from drafters.cache_manifest import MANIFEST, Manifest
+    from drafters.splits import states_place
 
     findings = case.findings
     assert case.outline is not None
@@ -117,11 +117,11 @@ def check_content(case: "Case", folder: "Folder", manifest: "Manifest", sizes: d
 
 def _check_sums(case: "Case", folder: "Folder", manifest: "Manifest", sizes: dict[str, int]) -> None:
     """Read every shard that is there in full size."""
-    from drafters.door import progress_bar
+    from drafters.progress import progress_bar
 
     shards = [one for one in manifest.shards if one is not None and sizes.get(one.name) == one.num_bytes]
     damaged = []
-    with progress_bar("checksums", unit="MB/s") as advance:
+    with progress_bar("checksums", unit="shards", rate="MB") as advance:
         for done, shard in enumerate(shards, start=1):
             if not folder.is_intact(shard.name, shard.sha256):
                 damaged.append(shard.name)

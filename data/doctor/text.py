@@ -23,10 +23,10 @@ THOUGHT = "</think>"
 
 def check(case: "Case") -> bool:
     """Read, encode and look at the conversations; whether there are any to go on with."""
-    from data.capture import encode_splits
     from data.sources import load_splits
     from drafters.chat import ChatEncoder
     from drafters.door import load_target
+    from drafters.splits import encode_splits
 
     with case.findings.watched("target/weights"):
         case.outline = load_target(case.node, device=None, is_outline=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafters.errors import DataError
+from drafters.plain_json import parse
 
 if TYPE_CHECKING:
     from drafters.types import Message
@@ -93,7 +94,7 @@ class Part:
             path.write_text(json.dumps({"key": key}) + "\n")
             return
         try:
-            head, *entries = map(json.loads, whole)
+            head, *entries = map(parse, whole)
             self.entries = [{name: entry[name] for name in fields} for entry in entries]
             same = head["key"] == key
         except (ValueError, KeyError, TypeError) as error:

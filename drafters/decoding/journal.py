@@ -16,6 +16,7 @@ from drafters.decoding.records import Generation, Round, RoundCost, RunTimings
 from drafters.distributed import Ranks
 from drafters.errors import CheckpointError, DataError, DraftersError
 from drafters.files import flush
+from drafters.plain_json import parse
 
 __all__ = ["Journal", "UnitKey", "UnitResult"]
 
@@ -231,7 +232,7 @@ def _lines(path: Path) -> Iterator[tuple[Any, int]]:
 def _checked(line: bytes) -> Any:
     """The body of a whole line with the right checksum, else None."""
     try:
-        record = json.loads(line)
+        record = parse(line)
         body = record["body"]
         is_sound = line.endswith(b"\n") and zlib.crc32(json.dumps(body).encode()) == record["crc32"]
     except (ValueError, KeyError, TypeError):

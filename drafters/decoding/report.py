@@ -17,6 +17,7 @@ from drafters import __version__
 from drafters.decoding.pictures import draw_acceptance, draw_speed
 from drafters.decoding.render import to_markdown
 from drafters.errors import DataError
+from drafters.plain_json import parse
 
 if TYPE_CHECKING:
     from drafters.target import FrozenTarget
@@ -256,7 +257,7 @@ def write_json(values: Mapping[str, Any], path: Path) -> None:
 def read_json(read: Callable[[Any], Read], path: Path) -> Read:
     """What `read` makes of a file of `write_json`. Raises DataError that names the file."""
     try:
-        return read(json.loads(path.read_text()))
+        return read(parse(path.read_text()))
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:

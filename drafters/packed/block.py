@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.errors import CheckpointError
+from drafters.plain_json import parse
 
 __all__ = ["ALIGNMENT", "Block", "Part", "block_size", "save_block"]
 
@@ -124,7 +125,7 @@ class Block:
         header, start = _read_header(path)
         try:
             held = header[TENSOR]
-            index = json.loads(header["__metadata__"][INDEX])
+            index = parse(header["__metadata__"][INDEX])
             size = held["shape"][0]
             if held["dtype"] != "U8" or held["data_offsets"] != [0, size]:
                 raise ValueError(f"'{TENSOR}' is no tensor of bytes")
@@ -219,7 +220,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             text = stream.read(length) if length <= path.stat().st_size else b""
-        header = json.loads(text)
+        header = parse(text)
         if not isinstance(header, dict):
             raise ValueError("it holds no object")
     except OSError as error:

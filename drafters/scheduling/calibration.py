@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafters.checkpoint import write_whole
 from drafters.errors import CheckpointError, ConfigError
+from drafters.plain_json import parse, sealed, unsealed
 from drafters.scheduling.observations import Observations
 from drafters.types import SIGNALS, Sampling
 
@@ -124,7 +125,7 @@ class Calibration:
     def save(self, folder: Path) -> Path:
         """Write calibration.json into the `drafter` folder, replacing it atomically. Raises CheckpointError when it
         cannot be written."""
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        text = json.dumps(sealed({"schema": SCHEMA, **asdict(self)}), indent=1, allow_nan=False) + "\n"
         return write_whole(folder / FILE, lambda path: path.write_text(text), make_folder=False)
 
     @classmethod
@@ -132,16 +133,18 @@ class Calibration:
         """The calibration of a `drafter` folder. Raises CheckpointError when there is none, or it is damaged."""
         path = folder / FILE
         try:
-            values = json.loads(path.read_text())
+            values = parse(path.read_text())
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; {AGAIN}") from error
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}; {AGAIN}") from error
-        schema = values.pop("schema", None) if isinstance(values, dict) else None
+        schema = values.get("schema") if isinstance(values, dict) else None
         if schema != SCHEMA:
             raise CheckpointError(f"{path}: schema is {schema!r}; this version reads {SCHEMA}; {AGAIN}")
         try:
+            values = unsealed(values)
             numbers = {name: tuple(map(float, values[name])) for name in Curves._fields}
+            del values["schema"]
             return cls(**{**values, **numbers, "sampling": Sampling(**values["sampling"])})
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error

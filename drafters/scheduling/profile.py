@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafters.checkpoint import write_whole
 from drafters.errors import ConfigError
+from drafters.plain_json import parse
 from drafters.scheduling.surface import Surface
 
 __all__ = ["LAYOUTS", "SCHEMA", "CostProfile", "DraftPoint", "OverheadPoint", "VerifyPoint"]
@@ -154,7 +155,7 @@ class CostProfile:
     def load(cls, path: Path) -> "CostProfile":
         """Read a file of `save`, or one written by hand. Raises ConfigError that names the file and the key."""
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_dict(parse(path.read_text(encoding="utf-8")))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         except OSError as error:

@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 from drafters.checkpoint import read_config, replace_path, write_error
 from drafters.errors import ConfigError
+from drafters.plain_json import parse
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger
@@ -245,7 +246,7 @@ def _remembered(run: Path) -> dict[str, Any] | None:
     """id, project and entity of the wandb run that a folder belongs to; None when there is none."""
     path = run / WANDB_RUN
     try:
-        found = json.loads(path.read_text())
+        found = parse(path.read_text())
         return {name: found[name] for name in ("id", "project", "entity")}
     except FileNotFoundError:
         return None

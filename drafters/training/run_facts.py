@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from drafters import __version__
+from drafters.plain_json import parse
 from drafters.runs import SETTINGS
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def run_facts(run: Path, module: "DistillModule") -> dict[str, Any]:
     """The settings in the folder of a run, at the top, and beside them `versions`, `target_spec` and
     `drafter_parameters`."""
     path = run / SETTINGS
-    settings = json.loads(path.read_text()) if path.is_file() else {}
+    settings = parse(path.read_text()) if path.is_file() else {}
     parameters = list(module.drafter.parameters())
     facts = {
         "versions": {"drafters": __version__, "python": platform.python_version()}

@@ -33,6 +33,7 @@ from drafters.config import locate
 from drafters.distributed import Ranks, is_lost
 from drafters.errors import CheckpointError, ConfigError, DraftersError
 from drafters.heads.base import Drafter
+from drafters.training.parts import foreign_names
 from drafters.types import Losses
 
 if TYPE_CHECKING:
@@ -233,12 +234,15 @@ def check_strategy(settings: Mapping[str, Any], checkpoint: Path | None, *, aver
 
 
 def _check_parts(checkpoint: Path, size: int) -> None:
-    """Raises CheckpointError where a part is missing, ConfigError where all are there but not those of `size` ranks."""
+    """Raises CheckpointError where a part is missing or foreign, ConfigError where all are there but not those of
+    `size` ranks."""
     names = [path.name for path in checkpoint.glob("checkpoint/*_optim_states.pt")]
     numbers = sorted(int(found[1]) for name in names if (found := re.search(r"zero_pp_rank_(\d+)_", name)))
     if not numbers or numbers != [*range(len(numbers))]:
         absent = min({*range(len(numbers) + 1)} - {*numbers})
         raise _damaged(checkpoint, f"the part of process {absent} is missing")
+    if reason := foreign_names(checkpoint):
+        raise _damaged(checkpoint, reason)
     if len(numbers) != size:
         raise ConfigError(
             f"trainer.devices: {checkpoint} is of {len(numbers)} processes, these are {size}; start {len(numbers)} "
