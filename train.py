@@ -4,7 +4,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from drafters.cache_manifest import CacheKey
     from drafters.chat import ChatEncoder
     from drafters.decoding.dialogue import Dialogue
-    from drafters.decoding.measure import MeasureConfig
     from drafters.distributed import Ranks
-    from drafters.heads.base import Drafter
     from drafters.online import OnlineStates
     from drafters.runs import Run
     from drafters.storage import Folder
@@ -37,63 +35,79 @@ NUM_PROBED = 8  # prompts of a probe in the middle of training
 def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     """Capture (or reuse) the target's states, train (or resume), measure, and write `outputs/<name>/`. All `ranks` do
     so together."""
+    from drafters.config import to_plain
+    from drafters.distributed import Ranks
+    from drafters.door import say
+    from drafters.rerun import following, record
+    from drafters.runs import claim
+    from drafters.training.determinism import reproducible
+
+    ranks = ranks or Ranks()
+    with following(cfg.get("run")) as origin:
+        plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
+        settings.pop("run", None)
+        if origin is not None:
+            origin.check_folder(cfg.run_dir)
+        with claim(cfg.run_dir, settings, resume=plan.resume, ranks=ranks) as run:
+            # A finished run whose drafter was lost writes it again from its checkpoint.
+            if ranks.share(run.report.is_file() and (run.has_drafter or run.checkpoint is None)):
+                say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
+                return
+            with reproducible(deterministic=plan.deterministic, seed=plan.seed):
+                if ranks.is_first:
+                    record(plan, run, settings, origin, processes=ranks.size)
+                learn(cfg, plan, run, settings, ranks)
+
+
+def learn(cfg: DictConfig, plan: "Plan", run: "Run", settings: Mapping[str, Any], ranks: "Ranks") -> None:
+    """From the target's states to a report: what there is of them is not made again."""
     import torch
 
     from data.capture import encode_splits, states_place
     from data.prompts import held_out_prompts
     from data.sources import ONLINE, load_splits
     from drafters.chat import ChatEncoder
-    from drafters.config import to_plain
-    from drafters.distributed import Ranks
     from drafters.door import load_target, pick_device, say
     from drafters.heads.start import Start, check_block_size
-    from drafters.runs import claim
-    from drafters.training.fit import begin_logging, check_fits, fit, start_drafter
+    from drafters.training.fit import begin_logging, build_probe, check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import how_computed
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
     from drafters.weights import resolve
 
-    ranks = ranks or Ranks()
-    plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
-    with claim(cfg.run_dir, settings, resume=plan.resume, ranks=ranks) as run:
-        # A finished run whose drafter was lost writes it again from its checkpoint.
-        if ranks.share(run.report.is_file() and (run.has_drafter or run.checkpoint is None)):
-            say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
-            return
-        warm_start = plan.warm_start if run.checkpoint is None else None
-        if warm_start is not None:
-            folder_of(warm_start)
-        with ranks.first_goes_first():
-            parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
-            weights = resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
-        device = torch.device(pick_device(asked := ranks.device(cfg.device)))
-        load = partial(load_target, settings["target"], device=data.target_device or asked)
-        target = load(is_outline=not plan.decodes and data.states != ONLINE)
-        check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
-        outline = check_fits(*plan.drafter, target)
-        warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
-        encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
-        room = target.spec.max_position - plan.report.max_new_tokens
-        prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
-        splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
-        for name, counted in reports.items():
-            say(f"{name}: {counted.summary()}")
-        check_block_size(splits["train"], outline.block_size)
-        if not target.has_layers:
-            cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
-            target = read_head_or_load(target, cache, (weights, device), load, ranks)
-        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
-        states = find_states(plan, target, splits, encoder, outline.needs, ranks)
-        start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
-        drafter = start_drafter(plan, run, start)
-        probe = build_probe(plan, target, drafter, prompts) if plan.decodes else None
-        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
-        begin_logging(plan, run, module, ranks)
-        fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
-        end(plan, run, target, prompts, settings, ranks)
+    warm_start = plan.warm_start if run.checkpoint is None else None
+    if warm_start is not None:
+        folder_of(warm_start)
+    with ranks.first_goes_first():
+        parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
+        weights = resolve(settings["target"]["weights"], sha256=settings["target"].get("sha256"))
+    device = torch.device(pick_device(asked := ranks.device(cfg.device)))
+    load = partial(load_target, settings["target"], device=data.target_device or asked)
+    target = load(is_outline=not plan.decodes and data.states != ONLINE)
+    check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
+    outline = check_fits(*plan.drafter, target)
+    warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
+    encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
+    room = target.spec.max_position - plan.report.max_new_tokens
+    prompts = held_out_prompts(parts[1], encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
+    splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
+    for name, counted in reports.items():
+        say(f"{name}: {counted.summary()}")
+    check_block_size(splits["train"], outline.block_size)
+    if not target.has_layers:
+        cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
+        target = read_head_or_load(target, cache, (weights, device), load, ranks)
+    place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
+    states = find_states(plan, target, splits, encoder, outline.needs, ranks)
+    start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
+    drafter = start_drafter(plan, run, start)
+    probe = build_probe(plan, target, drafter, prompts[:NUM_PROBED]) if plan.decodes else None
+    module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
+    begin_logging(plan, run, module, ranks)
+    fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
+    end(plan, run, target, prompts, settings, ranks)
 
 
 def read_head_or_load(
@@ -219,26 +233,6 @@ def build_logger(cfg: DictConfig) -> Any:
         raise ConfigError(f"logger: {one_line(error)}") from error
 
 
-def measured_as(plan: "Plan", target: "FrozenTarget") -> "MeasureConfig":
-    """The settings of the report, with the repetition penalty that the target's generation config may have."""
-    from drafters.decoding.sampling import effective_sampling
-
-    asked = asdict(plan.report.sampling) | {"repetition_penalty": None}
-    return replace(plan.report, sampling=effective_sampling(target.model.generation_config, asked))
-
-
-def build_probe(
-    plan: "Plan", target: "FrozenTarget", drafter: "Drafter", prompts: "list[Dialogue]"
-) -> "Callable[[Drafter], dict[str, float]]":
-    """What decodes in the middle of training. Raises ConfigError for settings of `report` that do not fit."""
-    from drafters.decoding.measure import check_settings
-    from drafters.decoding.probe import acceptance_probe
-
-    config = measured_as(plan, target)
-    check_settings(drafter, prompts, config, key="report")
-    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=config.sampling)
-
-
 def end(
     plan: "Plan",
     run: "Run",
@@ -253,6 +247,7 @@ def end(
     from drafters.decoding.measure import Contestant
     from drafters.door import Place, measure_and_write, say
     from drafters.training.curve import save_curve
+    from drafters.training.fit import measured_as
     from drafters.training.loggers import REPORT, log_report
 
     if ranks.is_first:
@@ -262,7 +257,8 @@ def end(
         return
     drafter = load_drafter(run.drafter, spec=target.spec).to(target.device)
     contestants = {run.folder.name: Contestant(drafter=drafter, provenance=provenance(run.drafter))}
-    place = Place(out=run.folder, facts={"weights": settings["target"]["weights"]}, ranks=ranks)
+    facts = {"weights": settings["target"]["weights"]}
+    place = Place(out=run.folder, facts=facts, ranks=ranks, environment=str(run.environment.relative_to(run.folder)))
     measured = measure_and_write(target, contestants, prompts, measured_as(plan, target), place)
     for found in measured.values():  # on the first rank
         log_report(run.folder, settings, found, run.folder, prefix=REPORT)
@@ -294,6 +290,19 @@ def sweep_launcher() -> str:
     return str(job.launcher["_target_"]) if job.mode == RunMode.MULTIRUN else ""
 
 
+def check_composed(cfg: DictConfig) -> None:
+    """Raises ConfigError for a run to repeat that was named elsewhere than in the command."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from drafters.errors import ConfigError
+    from drafters.rerun import CONFIG
+
+    if cfg.run is not None and HydraConfig.get().job.config_name != CONFIG:
+        raise ConfigError(
+            f"run: got '{cfg.run}' in a YAML; accepted in the command alone: train.py run={cfg.run} name=NEW"
+        )
+
+
 failed_jobs: list[str] = []
 
 
@@ -306,6 +315,7 @@ def main(cfg: DictConfig) -> None:
         with door():
             with Ranks.from_environment() as ranks:
                 only_first_speaks(ranks)
+                check_composed(cfg)
                 if not started_here(cfg, ranks):
                     train(cfg, ranks)
             if ranks.size > 1:
@@ -318,6 +328,24 @@ def main(cfg: DictConfig) -> None:
         if stop.code != 1 or not is_local_sweep():
             raise
         failed_jobs.append(cfg.name)
+
+
+def compose_run() -> None:
+    """Where the command names a run=, let Hydra compose the settings of that run in place of conf/train.yaml."""
+    if not any(word.lstrip("+").startswith("run=") for word in sys.argv[1:]):
+        return
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    from drafters.door import door
+    from drafters.rerun import CONFIG, stored_node
+
+    with door():
+        node = stored_node(sys.argv[1:])
+    if node is not None:
+        today: Any = OmegaConf.load(Path(__file__).resolve().parent / "conf" / "train.yaml")
+        ConfigStore.instance().store(name=CONFIG, node={**node, "hydra": today.hydra})
+        sys.argv[1:1] = ["--config-name", CONFIG]
 
 
 def announce_jobs() -> None:
@@ -366,6 +394,7 @@ def launch_in_order(*, is_submitting: bool) -> None:
 if __name__ == "__main__":
     # Before torch is loaded: each rank would say that this drafter used all of its parts in the first step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    compose_run()
     announce_jobs()
     main()
     if failed_jobs:

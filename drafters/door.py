@@ -61,12 +61,20 @@ NOISE = (
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a measurement goes and what reports say of it. `resume` takes over what a half-done one in `out` has;
-    `ranks` are the processes that share it."""
+    `ranks` are the processes that share it. `environment`: the file in `out` that has this process's environment
+    already; None: one is written."""
 
     out: Path
     facts: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
     ranks: "Ranks | None" = None
+    environment: str | None = None
+
+    def provenance(self, target: "FrozenTarget") -> dict[str, Any]:
+        """What results here say of where they come from."""
+        from drafters.environment import ENVIRONMENT
+
+        return {**command_facts(target), "environment": self.environment or ENVIRONMENT, **self.facts}
 
 
 @contextmanager
@@ -272,7 +280,7 @@ def measure_and_write(
     from drafters.decoding.measure import measure
     from drafters.decoding.render import render
 
-    facts = {**command_facts(target), **place.facts}
+    facts = place.provenance(target)
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
     out = place.out
     with decoding_into(place, target, contestants, [[one.key for one in dialogues], asdict(config)]) as execution:
@@ -301,6 +309,7 @@ def decoding_into(
     from drafters.decoding.journal import Journal
     from drafters.decoding.runner import Execution
     from drafters.distributed import Ranks
+    from drafters.environment import ENVIRONMENT, record_environment
 
     out, ranks = place.out, place.ranks or Ranks()
     try:
@@ -310,14 +319,18 @@ def decoding_into(
     with Journal(out, _fingerprint(target, contestants, what), resume=place.resume, ranks=ranks) as journal:
         if len(journal) and ranks.is_first:
             say(f"{len(journal)} finished parts of the measurement are taken from {out}")
+        if place.environment is None and ranks.is_first:
+            record_environment(out / ENVIRONMENT, {"processes": ranks.size})
         yield Execution(journal=journal, ranks=ranks)
         if ranks.is_first:
             journal.remove()
 
 
 def command_facts(target: "FrozenTarget") -> dict[str, Any]:
-    """The command that was given, and the target."""
-    return {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "target": _named(target)}
+    """The command that was given, without secrets, and the target."""
+    from drafters.environment import command_line
+
+    return {"command": command_line(), "target": _named(target)}
 
 
 def _fingerprint(target: "FrozenTarget", contestants: Mapping[str, "Contestant"], what: Sequence[Any]) -> str:
