@@ -290,32 +290,22 @@ def sweep_launcher() -> str:
     return str(job.launcher["_target_"]) if job.mode == RunMode.MULTIRUN else ""
 
 
-def check_composed(cfg: DictConfig) -> None:
-    """Raises ConfigError for a run to repeat that was named elsewhere than in the command."""
-    from hydra.core.hydra_config import HydraConfig
-
-    from drafters.errors import ConfigError
-    from drafters.rerun import CONFIG
-
-    if cfg.run is not None and HydraConfig.get().job.config_name != CONFIG:
-        raise ConfigError(
-            f"run: got '{cfg.run}' in a YAML; accepted in the command alone: train.py run={cfg.run} name=NEW"
-        )
-
-
 failed_jobs: list[str] = []
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
     from drafters.distributed import Ranks, leave
     from drafters.door import door, only_first_speaks
+    from drafters.rerun import check_composed
 
     try:
         with door():
             with Ranks.from_environment() as ranks:
                 only_first_speaks(ranks)
-                check_composed(cfg)
+                check_composed(cfg.run, HydraConfig.get().job.config_name)
                 if not started_here(cfg, ranks):
                     train(cfg, ranks)
             if ranks.size > 1:

@@ -98,20 +98,21 @@ def read_environments(path: Path) -> list[dict[str, Any]]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In words, what of two environments may make two runs differ: `torch 2.12.0 -> 2.13.0`."""
     pairs: list[tuple[str, Any, Any]] = [(name, before.get(name), now.get(name)) for name in ("python", "platform")]
-    pairs += [(name, *(one.get("packages", {}).get(name) for one in (before, now))) for name in PACKAGES]
+    old, new = (one.get("packages", {}) for one in (before, now))
+    pairs += [(name, old.get(name), new.get(name)) for name in PACKAGES]
     pairs += [("threads", before.get("threads"), now.get("threads"))]
-    pairs += [("processor", *(_cpu_name(one) for one in (before, now)))]
-    pairs += [("GPUs", *(_gpu_names(one) for one in (before, now)))]
+    pairs += [("processor", _cpu_name(before), _cpu_name(now))]
+    pairs += [("GPUs", _gpu_names(before), _gpu_names(now))]
     pairs += [("driver", before.get("nvidia_driver"), now.get("nvidia_driver"))]
-    then, current = before.get("code", {}), now.get("code", {})
+    old, new = before.get("code", {}), now.get("code", {})
     names = {
         "version": "drafters",
         "commit": "commit",
         "diff_sha256": "uncommitted changes",
         "drafter_sha256": "drafter",
     }
-    pairs += [(shown, then.get(name), current.get(name)) for name, shown in names.items()]
-    return [f"{name} {_short(old)} -> {_short(new)}" for name, old, new in pairs if old != new]
+    pairs += [(shown, old.get(name), new.get(name)) for name, shown in names.items()]
+    return [f"{name} {_short(then)} -> {_short(this)}" for name, then, this in pairs if then != this]
 
 
 def _short(value: Any) -> str:

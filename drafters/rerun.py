@@ -19,7 +19,7 @@ from drafters.runs import SETTINGS, Run, differences, open_run, read_steps, sett
 if TYPE_CHECKING:
     from drafters.training.plan import Plan
 
-__all__ = ["CONFIG", "Origin", "following", "record", "stored_node"]
+__all__ = ["CONFIG", "Origin", "check_composed", "following", "record", "stored_node"]
 
 CONFIG = "rerun"  # the name under which Hydra finds the settings
 KEY = "run"
@@ -62,6 +62,12 @@ def stored_node(words: Sequence[str]) -> dict[str, Any] | None:
         ],
         **{key: value for key, value in _linked(settings).items() if key not in chosen},
     }
+
+
+def check_composed(run: str | None, composed: str | None) -> None:
+    """Raises ConfigError where `run` was named elsewhere than in the command, so that another config is composed."""
+    if run is not None and composed != CONFIG:
+        raise ConfigError(f"run: got '{run}' in a YAML; accepted in the command alone: train.py run={run} name=NEW")
 
 
 def _open(folder: str | Path) -> tuple[Run, dict[str, Any]]:
@@ -203,7 +209,7 @@ def record(plan: "Plan", run: Run, settings: Mapping[str, Any], origin: Origin |
     """Keep in the folder of `run` what this command computes with; where it repeats `origin`, say what differs and take
     its length. Raises CheckpointError."""
     code = plan.drafter[0]
-    facts = {"seed": plan.seed, "deterministic": plan.deterministic, "processes": processes}
+    facts: dict[str, Any] = {"seed": plan.seed, "deterministic": plan.deterministic, "processes": processes}
     facts["settings_sha256"] = settings_sha256(settings)
     if origin is not None:
         for line in origin.told(settings, steps=origin.take_steps(run, settings), code=code):
