@@ -328,6 +328,7 @@ def compose_run() -> None:
     from omegaconf import OmegaConf
 
     from drafters.door import door
+    from drafters.environment import REPEATING
     from drafters.rerun import CONFIG, stored_node
 
     with door():
@@ -335,7 +336,7 @@ def compose_run() -> None:
     if node is not None:
         today: Any = OmegaConf.load(Path(__file__).resolve().parent / "conf" / "train.yaml")
         ConfigStore.instance().store(name=CONFIG, node={**node, "hydra": today.hydra})
-        sys.argv[1:1] = ["--config-name", CONFIG]
+        sys.argv[1:1] = REPEATING
 
 
 def announce_jobs() -> None:

@@ -22,7 +22,15 @@ from drafters import __version__
 from drafters.checkpoint import write_whole
 from drafters.errors import CheckpointError
 
-__all__ = ["ENVIRONMENT", "command_line", "differences", "environment", "read_environments", "record_environment"]
+__all__ = [
+    "ENVIRONMENT",
+    "REPEATING",
+    "command_line",
+    "differences",
+    "environment",
+    "read_environments",
+    "record_environment",
+]
 
 ENVIRONMENT = "environment.json"
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -30,6 +38,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "lightning", "transformers", "numpy", "safetensors", "gguf", "datasets", "deepspeed", "triton")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")  # kernels are chosen by them
 GIT_SECONDS = 20
+REPEATING = ["--config-name", "rerun"]  # what train.py adds to a command with run=, for Hydra
 HIDDEN = "***"
 NAMES = r"api_?key|access_?key|secret(?:_?key)?|password|passwd|token|credentials?|signature|sig"
 SECRETS = re.compile(rf"([\w.+@-]*(?:{NAMES})['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^,}}&\s]+)", re.IGNORECASE)
@@ -40,7 +49,9 @@ LOGINS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 def command_line(words: Sequence[str] | None = None) -> str:
     """The command of this process (or `words`), with values that look like secrets replaced."""
-    words = sys.argv if words is None else words
+    words = [*(sys.argv if words is None else words)]
+    if words[1:3] == REPEATING:
+        del words[1:3]
     shown = [_without_secrets(word) for word in words[1:]]
     return " ".join([Path(words[0]).name, *(word if HIDDEN in word else shlex.quote(word) for word in shown)])
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drafters.door import say
+from drafters.environment import REPEATING, environment, read_environments, record_environment
 from drafters.environment import differences as unlike
-from drafters.environment import environment, read_environments, record_environment
 from drafters.errors import CheckpointError, ConfigError
 from drafters.runs import SETTINGS, Run, differences, open_run, read_steps, settings_sha256, write_steps
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONFIG", "Origin", "check_composed", "following", "record", "stored_node"]
 
-CONFIG = "rerun"  # the name under which Hydra finds the settings
+CONFIG = REPEATING[-1]  # the name under which Hydra finds the settings
 KEY = "run"
 OWN = ("name", "outputs", "run_dir", "resume", "cwd", "run")  # of a run's own, never repeated
 NEEDED = ("name", "outputs", "run_dir", "cache", "loss", "drafter", "optim", "trainer", "callbacks", "report")
@@ -132,11 +132,12 @@ def _escaped(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The run that is repeated."""
+    """The run that is repeated. `called_from` is the folder that the command was given in."""
 
     run: Run
     settings: Mapping[str, Any]
     environments: Sequence[Mapping[str, Any]]
+    called_from: str
 
     def check_folder(self, folder: str | Path) -> None:
         """Raises ConfigError where `folder` is that of this run itself."""
@@ -158,7 +159,9 @@ class Origin:
         write_steps(run, minutes=minutes, steps=steps)
         return steps
 
-    def told(self, settings: Mapping[str, Any], *, steps: int | None, code: type | None) -> Iterator[str]:
+    def told(
+        self, settings: Mapping[str, Any], *, steps: int | None, processes: int = 1, code: type | None = None
+    ) -> Iterator[str]:
         """In a line each: what the new settings change, the length, and what is another in the environment."""
         node = {key: value for key, value in settings.items() if key != "logger"}
         before = {key: value for key, value in self.settings.items() if key != "logger"}
@@ -173,10 +176,15 @@ class Origin:
         if settings["cwd"] != self.settings["cwd"]:
             there, here = self.settings["cwd"], settings["cwd"]
             yield f"It was begun in {there}, which is not here: relative paths are meant from {here}"
+        elif settings["cwd"] != self.called_from:
+            yield f"Works in {settings['cwd']}, where it was begun: all relative paths are meant from there"
         if not self.environments:
             yield "Its environment was not recorded; other versions or another machine may give other numbers"
             return
-        unequal = unlike(self.environments[-1]["environment"], environment(code))
+        then = self.environments[-1]
+        unequal = unlike(then["environment"], environment(code))
+        if (before_it := then.get("processes", 1)) != processes:
+            unequal.append(f"processes {before_it} -> {processes}")
         yield "Its environment: " + ("; ".join(unequal) + "; numbers may differ" if unequal else "the same as now")
 
 
@@ -200,9 +208,9 @@ def following(folder: str | None) -> Iterator[Origin | None]:
         return
     run, settings = _open(Path(folder).resolve())
     environments = read_environments(run.environment)
-    there = Path(settings["cwd"])
-    with contextlib.chdir(there if there.is_dir() else os.getcwd()):
-        yield Origin(run=run, settings=settings, environments=environments)
+    there, here = Path(settings["cwd"]), os.getcwd()
+    with contextlib.chdir(there if there.is_dir() else here):
+        yield Origin(run=run, settings=settings, environments=environments, called_from=here)
 
 
 def record(plan: "Plan", run: Run, settings: Mapping[str, Any], origin: Origin | None, *, processes: int) -> None:
@@ -212,7 +220,8 @@ def record(plan: "Plan", run: Run, settings: Mapping[str, Any], origin: Origin |
     facts: dict[str, Any] = {"seed": plan.seed, "deterministic": plan.deterministic, "processes": processes}
     facts["settings_sha256"] = settings_sha256(settings)
     if origin is not None:
-        for line in origin.told(settings, steps=origin.take_steps(run, settings), code=code):
+        steps = origin.take_steps(run, settings)
+        for line in origin.told(settings, steps=steps, processes=processes, code=code):
             say(line)
         facts["repeats"] = str(origin.run.folder)
     record_environment(run.environment, facts, code=code)

@@ -6,7 +6,14 @@ import subprocess
 import pytest
 
 from drafters import environment as room
-from drafters.environment import command_line, differences, environment, read_environments, record_environment
+from drafters.environment import (
+    REPEATING,
+    command_line,
+    differences,
+    environment,
+    read_environments,
+    record_environment,
+)
 from drafters.errors import CheckpointError
 from tests.evaluating import evaluated, on
 
@@ -29,6 +36,10 @@ from tests.evaluating import evaluated, on
 )
 def test_a_command_is_told_without_its_secrets(word, shown):
     assert command_line(["some/train.py", word]) == f"train.py {shown}"
+
+
+def test_what_the_door_adds_for_hydra_is_no_part_of_the_command():
+    assert command_line(["train.py", *REPEATING, "run=a", "name=b"]) == "train.py run=a name=b"
 
 
 def git(folder, *words):

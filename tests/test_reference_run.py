@@ -2,11 +2,8 @@
 # All is float32 on one thread, so that processors with and without bfloat16 units compute alike but for the order of
 # their sums.
 
-import csv
-import json
 
 import pytest
-import torch
 
 import train
 from tests.door_world import settings

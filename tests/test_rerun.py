@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 
 import train
 from drafters.config import to_plain
-from drafters.errors import CheckpointError, ConfigError
 from drafters.environment import read_environments
+from drafters.errors import CheckpointError, ConfigError
 from drafters.rerun import CONFIG, check_composed, following, stored_node
 from drafters.runs import read_steps, write_steps
 from tests.door_world import ROOT, contents, make_run, same_weights, train_settings
@@ -174,11 +174,13 @@ def test_relative_paths_are_meant_from_where_it_was_begun(begun, tmp_path, monke
     with following("run") as origin:
         assert os.getcwd() == str(tmp_path / "there")
         assert origin.run.folder == tmp_path / "run"
+        lines = list(origin.told(origin.settings, steps=None, processes=2))
+        assert f"Works in {tmp_path / 'there'}, where it was begun" in lines[1]
     assert os.getcwd() == str(tmp_path)
     write_settings(tmp_path / "run", cwd=str(tmp_path / "gone"))
     with following("run") as origin:
         assert os.getcwd() == str(tmp_path)
-        lines = list(origin.told({**origin.settings, "cwd": str(tmp_path)}, steps=None, code=None))
+        lines = list(origin.told({**origin.settings, "cwd": str(tmp_path)}, steps=None))
     assert any("which is not here: relative paths are meant from" in line for line in lines)
     assert any("was not recorded" in line for line in lines)
 
@@ -199,10 +201,10 @@ def test_minutes_are_the_steps_that_they_were(begun, tmp_path):
         write_steps(origin.run, minutes=2.0, steps=80)
         assert origin.take_steps(target, new) == 80
         assert read_steps(target, minutes=2.0) == 80
-        assert any("2 minutes were 80 steps" in line for line in origin.told(new, steps=80, code=None))
+        assert any("2 minutes were 80 steps" in line for line in origin.told(new, steps=80))
         changed = {**new, "optim": {**optim, "minutes": 3.0}}
         assert origin.take_steps(target, changed) is None
-        assert any("optim.minutes was 2.0, now 3.0" in line for line in origin.told(changed, steps=None, code=None))
+        assert any("optim.minutes was 2.0, now 3.0" in line for line in origin.told(changed, steps=None))
 
 
 def test_the_effective_config_is_shown(begun):
