@@ -76,6 +76,14 @@ class Place:
 
         return {**command_facts(target), "environment": self.environment or ENVIRONMENT, **self.facts}
 
+    def record(self) -> None:
+        """Keep this process's environment in `out`, where none of this command is there yet; on the first rank. Raises
+        CheckpointError."""
+        from drafters.environment import ENVIRONMENT, record_environment
+
+        if self.environment is None and (self.ranks is None or self.ranks.is_first):
+            record_environment(self.out / ENVIRONMENT, {"processes": 1 if self.ranks is None else self.ranks.size})
+
 
 @contextmanager
 def door() -> Iterator[None]:
@@ -284,6 +292,7 @@ def measure_and_write(
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
     out = place.out
     with decoding_into(place, target, contestants, [[one.key for one in dialogues], asdict(config)]) as execution:
+        place.record()
         with phase_bars(execution.ranks.is_first) as progress:
             reports = measure(target, named, dialogues, config, replace(execution, progress=progress))
         if not execution.ranks.is_first:
@@ -309,7 +318,6 @@ def decoding_into(
     from drafters.decoding.journal import Journal
     from drafters.decoding.runner import Execution
     from drafters.distributed import Ranks
-    from drafters.environment import ENVIRONMENT, record_environment
 
     out, ranks = place.out, place.ranks or Ranks()
     try:
@@ -319,8 +327,6 @@ def decoding_into(
     with Journal(out, _fingerprint(target, contestants, what), resume=place.resume, ranks=ranks) as journal:
         if len(journal) and ranks.is_first:
             say(f"{len(journal)} finished parts of the measurement are taken from {out}")
-        if place.environment is None and ranks.is_first:
-            record_environment(out / ENVIRONMENT, {"processes": ranks.size})
         yield Execution(journal=journal, ranks=ranks)
         if ranks.is_first:
             journal.remove()

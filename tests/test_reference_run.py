@@ -21,7 +21,7 @@ OVERRIDES = (
     *("report.num_speed_prompts=1", "report.length=2"),
 )
 # Measured with torch 2.13 on a processor with AVX-512 and AMX; again with AVX2 alone, which adds in another order. The
-# two differ by 1e-7 of the first loss, before any step, and by 1e-5 of the second, after one: both are compared closely.
+# two differ by 1e-7 of the first loss, before any step, and by 1e-5 of the second: both are compared closely.
 # Training makes more of it: 0.3 % of the last loss, 0.4 % of the validation's, 0.5 % of its accepted length. Four times
 # as much is allowed.
 CLOSE, TRAINED = 1e-4, 0.02
