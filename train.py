@@ -4,7 +4,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from drafters.cache_manifest import CacheKey
     from drafters.chat import ChatEncoder
     from drafters.decoding.dialogue import Dialogue
-    from drafters.decoding.measure import MeasureConfig
     from drafters.distributed import Ranks
     from drafters.heads.base import Drafter
     from drafters.online import OnlineStates
@@ -39,61 +38,77 @@ NUM_PROBED = 8  # prompts of a probe in the middle of training
 def train(cfg: DictConfig, ranks: "Ranks | None" = None) -> None:
     """Capture (or reuse) the target's states, train (or resume), measure, and write `outputs/<name>/`. All `ranks` do
     so together."""
+    from drafters.config import to_plain
+    from drafters.distributed import Ranks
+    from drafters.door import say
+    from drafters.rerun import following, record
+    from drafters.runs import claim
+    from drafters.training.determinism import reproducible
+
+    ranks = ranks or Ranks()
+    with following(cfg.get("run")) as origin:
+        plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
+        settings.pop("run", None)
+        if origin is not None:
+            origin.check_folder(cfg.run_dir)
+        with claim(cfg.run_dir, settings, resume=plan.resume, ranks=ranks) as run:
+            # A finished run whose drafter was lost writes it again from its checkpoint.
+            if ranks.share(run.report.is_file() and (run.has_drafter or run.checkpoint is None)):
+                say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
+                return
+            with reproducible(deterministic=plan.deterministic, seed=plan.seed):
+                if ranks.is_first:
+                    record(plan, run, settings, origin, processes=ranks.size)
+                learn(cfg, plan, run, settings, ranks)
+
+
+def learn(cfg: DictConfig, plan: "Plan", run: "Run", settings: Mapping[str, Any], ranks: "Ranks") -> None:
+    """From the target's states to a report: what there is of them is not made again."""
     import torch
 
     from data.sources import load_splits
     from drafters.chat import ChatEncoder
-    from drafters.config import to_plain
-    from drafters.distributed import Ranks
     from drafters.door import load_target, pick_device, say
     from drafters.heads.start import Start, check_block_size
-    from drafters.runs import claim
     from drafters.splits import ONLINE, encode_splits, states_place
-    from drafters.training.fit import begin_logging, check_fits, fit, start_drafter
+    from drafters.training.fit import begin_logging, build_probe, check_fits, fit, start_drafter
     from drafters.training.module import DistillModule
     from drafters.training.plan import how_computed
     from drafters.training.strategies import check_strategy, placement
     from drafters.warm_start import folder_of, load_warm_start
     from drafters.weights import resolve_node
 
-    ranks = ranks or Ranks()
-    plan, settings = read_plan(cfg, ranks), {**to_plain(cfg), "cwd": os.getcwd()}
     data = plan.data
-    with claim(cfg.run_dir, settings, resume=plan.resume, ranks=ranks) as run:
-        # A finished run whose drafter was lost writes it again from its checkpoint.
-        if ranks.share(run.report.is_file() and (run.has_drafter or run.checkpoint is None)):
-            say(f"{run.folder} is finished: see {run.folder / 'report.md'}. For another run choose another name=")
-            return
-        warm_start = plan.warm_start if run.checkpoint is None else None
-        if warm_start is not None:
-            folder_of(warm_start)
-        with ranks.first_goes_first():
-            parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
-            weights = resolve_node(settings["target"])
-        device = torch.device(pick_device(asked := ranks.device(cfg.device)))
-        load = partial(load_target, settings["target"], device=data.target_device or asked)
-        target = load(is_outline=not plan.decodes and data.states != ONLINE)
-        check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
-        outline = check_fits(*plan.drafter, target)
-        warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
-        encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
-        splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
-        for name, counted in reports.items():
-            say(f"{name}: {counted.summary()}")
-        check_block_size(splits["train"], outline.block_size)
-        prompts = report_prompts(plan, parts[1], encoder, target, outline)
-        if not target.has_layers:
-            cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
-            target = read_head_or_load(target, cache, (weights, device), load, ranks)
-        place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
-        states = find_states(plan, target, splits, encoder, outline.needs, ranks)
-        start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
-        drafter = start_drafter(plan, run, start)
-        probe = build_probe(plan, target, prompts) if plan.decodes else None
-        module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
-        begin_logging(plan, run, module, ranks)
-        fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
-        end(plan, run, target, prompts, settings, ranks)
+    warm_start = plan.warm_start if run.checkpoint is None else None
+    if warm_start is not None:
+        folder_of(warm_start)
+    with ranks.first_goes_first():
+        parts = load_splits(plan.source, validation=data.validation, seed=data.seed)
+        weights = resolve_node(settings["target"])
+    device = torch.device(pick_device(asked := ranks.device(cfg.device)))
+    load = partial(load_target, settings["target"], device=data.target_device or asked)
+    target = load(is_outline=not plan.decodes and data.states != ONLINE)
+    check_strategy(settings["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=ranks.size)
+    outline = check_fits(*plan.drafter, target)
+    warm = None if warm_start is None else load_warm_start(warm_start, *plan.drafter, target.spec)
+    encoder = ChatEncoder(target.tokenizer, max_length=data.max_length, template_kwargs=data.template_kwargs)
+    splits, reports = encode_splits(parts, encoder, weights_hash=target.spec.weights_hash)
+    for name, counted in reports.items():
+        say(f"{name}: {counted.summary()}")
+    check_block_size(splits["train"], outline.block_size)
+    prompts = report_prompts(plan, parts[1], encoder, target, outline)
+    if not target.has_layers:
+        cache = states_place(target.spec, splits, plan.cache, encoder=encoder)
+        target = read_head_or_load(target, cache, (weights, device), load, ranks)
+    place = placement(settings["trainer"], ranks, target.device if data.target_device is None else device)
+    states = find_states(plan, target, splits, encoder, outline.needs, ranks)
+    start = Start(target=target, examples=splits["train"], states=states, indices=states.split("train"), warm=warm)
+    drafter = start_drafter(plan, run, start)
+    probe = build_probe(plan, target, prompts[:NUM_PROBED]) if plan.decodes else None
+    module = DistillModule(drafter, target.head, plan.optim, sample_names=states.ids, how=how_computed(cfg.trainer))
+    begin_logging(plan, run, module, ranks)
+    fit(plan, run, module, states, probe=probe, trainer=partial(build_trainer, cfg, **place))
+    end(plan, run, target, prompts, settings, ranks)
 
 
 def read_head_or_load(
@@ -220,36 +235,19 @@ def build_logger(cfg: DictConfig) -> Any:
         raise ConfigError(f"logger: {one_line(error)}") from error
 
 
-def measured_as(plan: "Plan", target: "FrozenTarget") -> "MeasureConfig":
-    """The settings of the report, with the repetition penalty that the target's generation config may have."""
-    from drafters.decoding.sampling import effective_sampling
-
-    asked = asdict(plan.report.sampling) | {"repetition_penalty": None}
-    return replace(plan.report, sampling=effective_sampling(target.model.generation_config, asked))
-
-
 def report_prompts(
     plan: "Plan", part: Sequence["Conversation"], encoder: "ChatEncoder", target: "FrozenTarget", outline: "Drafter"
 ) -> list["Dialogue"]:
     """What the report and the probes decode. Raises ConfigError for settings of `report` that do not fit."""
     from data.prompts import held_out_prompts
     from drafters.decoding.measure import check_settings
+    from drafters.training.fit import measured_as
 
     room = target.spec.max_position - plan.report.max_new_tokens
     prompts = held_out_prompts(part, encoder, num_prompts=plan.num_prompts or NUM_PROBED, room=room)
     if plan.decodes:
         check_settings(outline, prompts, measured_as(plan, target), key="report")
     return prompts
-
-
-def build_probe(
-    plan: "Plan", target: "FrozenTarget", prompts: list["Dialogue"]
-) -> "Callable[[Drafter], dict[str, float]]":
-    """What decodes in the middle of training."""
-    from drafters.decoding.probe import acceptance_probe
-
-    sampling = measured_as(plan, target).sampling
-    return acceptance_probe(target, [one.encode(()) for one in prompts[:NUM_PROBED]], sampling=sampling)
 
 
 def end(
@@ -266,6 +264,7 @@ def end(
     from drafters.decoding.measure import Contestant
     from drafters.door import Place, measure_and_write, say
     from drafters.training.curve import save_curve
+    from drafters.training.fit import measured_as
     from drafters.training.loggers import REPORT, log_report
 
     if ranks.is_first:
@@ -280,6 +279,7 @@ def end(
         facts={"weights": settings["target"]["weights"]},
         ranks=ranks,
         kept=f"{run.drafter} is trained and kept; the same command measures it",
+        environment=str(run.environment.relative_to(run.folder)),
     )
     measured = measure_and_write(target, contestants, prompts, measured_as(plan, target), place)
     for found in measured.values():  # on the first rank
@@ -325,9 +325,12 @@ failed_jobs: list[str] = []
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(cfg: DictConfig) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
     from drafters.distributed import Ranks, leave
     from drafters.door import door, only_first_speaks
     from drafters.launcher import check_named
+    from drafters.rerun import check_composed
 
     try:
         with door():
@@ -336,6 +339,7 @@ def main(cfg: DictConfig) -> None:
                 only_first_speaks(ranks)
                 if ranks.size == 1:
                     check_named(chosen_launcher(), is_sweep=sweep_launcher() != "", checkout=CHECKOUT)
+                check_composed(cfg.run, HydraConfig.get().job.config_name)
                 if not started_here(cfg, ranks):
                     train(cfg, ranks)
             if ranks.size > 1:
@@ -351,12 +355,30 @@ def main(cfg: DictConfig) -> None:
 
 
 def prepare() -> None:
-    """Before Hydra: a launcher that cannot be used is told in one line, for Hydra would not say why; the others
-    are started in order."""
+    """Before Hydra: a launcher that cannot be used is told in one line, for Hydra would not say why; the others are
+    started in order; and a run that is to be repeated gives the settings."""
     from drafters.launcher import check_launcher
 
+    compose_run()
     check_launcher(sys.argv[1:], checkout=CHECKOUT)
     launch_in_order()
+
+
+def compose_run() -> None:
+    """Where the command names a run=, let Hydra compose the settings of that run in place of conf/train.yaml."""
+    if not any(word.lstrip("+").startswith("run=") for word in sys.argv[1:]):
+        return
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    from drafters.environment import REPEATING
+    from drafters.rerun import CONFIG, stored_node
+
+    node = stored_node(sys.argv[1:])
+    if node is not None:
+        today: Any = OmegaConf.load(CONF / "train.yaml")
+        ConfigStore.instance().store(name=CONFIG, node={**node, "hydra": today.hydra})
+        sys.argv[1:1] = REPEATING
 
 
 if __name__ == "__main__":

@@ -71,13 +71,29 @@ NOISE = (
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a measurement goes and what reports say of it. `resume` takes over what a half-done one in `out` has;
-    `ranks` are the processes that share it; `kept` is what to say where it is interrupted."""
+    `ranks` are the processes that share it; `kept` is what to say where it is interrupted. `environment`: the file in
+    `out` that has this process's environment already; None: one is written."""
 
     out: Path
     facts: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
     ranks: "Ranks | None" = None
     kept: str | None = None
+    environment: str | None = None
+
+    def provenance(self, target: "FrozenTarget") -> dict[str, Any]:
+        """What results here say of where they come from."""
+        from drafters.environment import ENVIRONMENT
+
+        return {**command_facts(target), "environment": self.environment or ENVIRONMENT, **self.facts}
+
+    def record(self) -> None:
+        """Keep this process's environment in `out`, where none of this command is there yet; on the first rank. Raises
+        CheckpointError."""
+        from drafters.environment import ENVIRONMENT, record_environment
+
+        if self.environment is None and (self.ranks is None or self.ranks.is_first):
+            record_environment(self.out / ENVIRONMENT, {"processes": 1 if self.ranks is None else self.ranks.size})
 
 
 @contextmanager
@@ -278,10 +294,11 @@ def measure_and_write(
     from drafters.decoding.measure import measure
     from drafters.decoding.render import render
 
-    facts = {**command_facts(target), **place.facts}
+    facts = place.provenance(target)
     named = {name: replace(one, provenance={**facts, "drafter": one.provenance}) for name, one in contestants.items()}
     out = place.out
     with decoding_into(place, target, contestants, [[one.key for one in dialogues], asdict(config)]) as execution:
+        place.record()
         with progress.phase_bars(execution.ranks.is_first) as phases:
             reports = measure(target, named, dialogues, config, replace(execution, progress=phases))
         if not execution.ranks.is_first:
@@ -324,11 +341,10 @@ def decoding_into(
 
 
 def command_facts(target: "FrozenTarget") -> dict[str, Any]:
-    """The command that was given, and the target."""
-    from drafters.storage_remote import without_secrets
+    """The command that was given, without secrets, and the target."""
+    from drafters.environment import command_line
 
-    words = [without_secrets(word) for word in sys.argv[1:]]
-    return {"command": " ".join([Path(sys.argv[0]).name, *words]), "target": _named(target)}
+    return {"command": command_line(), "target": _named(target)}
 
 
 def _fingerprint(target: "FrozenTarget", contestants: Mapping[str, "Contestant"], what: Sequence[Any]) -> str:

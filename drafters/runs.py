@@ -2,6 +2,7 @@
 # anything else, so that a second command with others is refused instead of mixing two runs.
 
 import fcntl
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,17 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.checkpoint import replace_path, write_error
+from drafters.checkpoint import replace_path, write_error, write_whole
 from drafters.distributed import Ranks
+from drafters.environment import ENVIRONMENT
 from drafters.errors import CheckpointError
 from drafters.plain_json import parse
 
-__all__ = ["SETTINGS", "Run", "claim", "open_run"]
+__all__ = ["SETTINGS", "Run", "claim", "differences", "open_run", "read_steps", "settings_sha256", "write_steps"]
 
 SETTINGS = Path(".hydra") / "settings.json"
+STEPS = Path(".hydra") / "steps.json"
 # These may change between a run and its continuation: they do not change what is learned.
 FREE = (
     *("cwd", "name", "outputs", "run_dir", "resume", "logger", "profiler", "device", "callbacks", "report"),
+    "deterministic",
     *("target.device_map", "target.tp_plan", "data.states", "data.target_device", "data.prefetch"),
 )
 
@@ -27,7 +31,7 @@ FREE = (
 # Of settings that runs of earlier versions do not have.
 BEFORE = {"target.trust_remote_code": False}
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
-FIXED = ("target", "source", "data", "drafter", "warm_start")
+FIXED = ("target", "source", "data", "drafter", "warm_start", "seed")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Run:
         """What to resume from; None before anything was saved."""
         path = self.folder / "checkpoints" / "last.ckpt"
         return path if path.exists() else None
+
+    @property
+    def environment(self) -> Path:
+        """`environment.json`, what the commands of this run computed with."""
+        return (self.folder / SETTINGS).with_name(ENVIRONMENT)
 
     @property
     def report(self) -> Path:
@@ -94,8 +103,9 @@ def claim(
         yield run
 
 
-def open_run(folder: Path | str) -> tuple[Run, dict[str, Any]]:
-    """A run with a drafter to read from, and its settings. Raises CheckpointError when it is none, or not that far."""
+def open_run(folder: Path | str, *, needs_drafter: bool = True) -> tuple[Run, dict[str, Any]]:
+    """A run (with a drafter to read from, unless none is needed) and its settings. Raises CheckpointError when it is
+    none, or not that far."""
     run = Run(Path(folder))
     if not run.folder.is_dir():
         raise CheckpointError(f"run: no folder {folder}; give one that train.py wrote, such as outputs/markov-smollm2")
@@ -110,14 +120,40 @@ def open_run(folder: Path | str) -> tuple[Run, dict[str, Any]]:
         raise CheckpointError(
             f"run: {run.folder / SETTINGS} lacks {', '.join(absent)}; it is damaged or of another version"
         )
-    if not run.has_drafter:
+    if needs_drafter and not run.has_drafter:
         raise CheckpointError(f"run: {folder} has no drafter yet; go on with the train.py command that began it")
     return run, settings
 
 
+def settings_sha256(settings: Mapping[str, Any]) -> str:
+    """A hash of the settings that a run of one length is made of: those outside of FREE."""
+    own = {key: value for key, value in settings.items() if key not in FREE}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def write_steps(run: Run, *, minutes: float, steps: int) -> None:
+    """Keep how many steps a budget of `minutes` was. Raises CheckpointError when the disk does not take it."""
+    text = json.dumps({"minutes": minutes, "steps": steps}) + "\n"
+    write_whole(run.folder / STEPS, lambda temp: temp.write_text(text))
+
+
+def read_steps(run: Run, *, minutes: float) -> int | None:
+    """How many steps these `minutes` were in `run`; None where that was not kept. Raises CheckpointError."""
+    path = run.folder / STEPS
+    try:
+        found = json.loads(path.read_text())
+        return int(found["steps"]) if found["minutes"] == minutes else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"run: {path} is damaged ({error}); delete it, and the minutes are turned into steps anew"
+        ) from error
+
+
 def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> None:
     before = _read_settings(run)
-    changed = [] if before is None else sorted(_differences(before, dict(settings)))
+    changed = [] if before is None else sorted(differences(before, dict(settings)))
     # Where nothing was saved yet, as after a wrong setting, nothing can be mixed.
     has_results = run.checkpoint is not None or run.has_drafter or run.report.is_file()
     if changed and has_results and not resume:
@@ -138,6 +174,7 @@ def _check_settings(run: Run, settings: Mapping[str, Any], *, resume: bool) -> N
     path = run.folder / SETTINGS
     temp = path.with_name(path.name + ".tmp")
     try:
+        (run.folder / STEPS).unlink(missing_ok=True)
         if run.report.is_file():
             run.report.replace(run.folder / "report.before.json")
         temp.parent.mkdir(exist_ok=True)
@@ -160,11 +197,14 @@ def _read_settings(run: Run) -> dict[str, Any] | None:
     return settings
 
 
-def _differences(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
+def differences(
+    before: Any, after: Any, key: str = "", *, without: tuple[str, ...] = FREE
+) -> Iterator[tuple[str, str, str]]:
+    """Dotted name, old and new value (as JSON) of the settings that are not the same, but for those `without`."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in before.keys() | after.keys():
             path = f"{key}.{name}" if key else name
-            if path not in FREE:
-                yield from _differences(before.get(name, BEFORE.get(path)), after.get(name), path)
+            if path not in without:
+                yield from differences(before.get(name, BEFORE.get(path)), after.get(name), path, without=without)
     elif before != after:
         yield key, json.dumps(before), json.dumps(after)

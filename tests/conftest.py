@@ -22,6 +22,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_cublas(monkeypatch):
+    """Without a setting of cuBLAS in the environment, and so left behind."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A folder with a target, conversations and prompts."""

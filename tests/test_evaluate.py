@@ -81,6 +81,7 @@ def test_a_comparison_end_to_end(world, run, tmp_path, capsys):
         "comparison.json",
         "comparison.md",
         "comparison.png",
+        "environment.json",
     ]
     reports = Comparison.load(tmp_path / "out" / "comparison.json").reports
     assert list(reports) == ["run", "ngram", "draft_model"]
@@ -205,7 +206,7 @@ def test_tables_are_on_the_screen_when_they_cannot_be_saved(world, run, tmp_path
     monkeypatch.setattr("drafters.decoding.runner.decode", None)
     evaluated(*own, "resume=true")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("acceptance.png", "report.json", "report.md", "speed.png")
+        *("acceptance.png", "environment.json", "report.json", "report.md", "speed.png")
     ]
 
 

@@ -47,6 +47,7 @@ TRUNK_IMPORTS = {
     "target_probe.py": {"transformers"},
     "training/": {"lightning", "rich"},
     "training/curve.py": {"matplotlib"},
+    "training/determinism.py": {"numpy"},
     "training/strategies.py": {"deepspeed"},
     "training/loggers.py": {"matplotlib", "wandb"},
     "weights.py": {"gguf", "huggingface_hub", "safetensors", "transformers"},

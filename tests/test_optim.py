@@ -8,6 +8,7 @@ from torch import nn
 
 from drafters.config import typed
 from drafters.errors import ConfigError
+from drafters.runs import Run, read_steps, write_steps
 from drafters.training.budget import StepBudget, Stopwatch
 from drafters.training.module import DistillModule
 from drafters.training.optim import OptimConfig, build_optimizer, parameter_groups, schedule_factor
@@ -108,7 +109,7 @@ def test_stopwatch_counts_only_what_runs(monkeypatch):
     assert clock.seconds == 5
 
 
-def fit_minutes(tmp_path, monkeypatch, *, minutes, accumulate=1, extra=0):
+def fit_minutes(tmp_path, monkeypatch, *, minutes, accumulate=1, extra=0, run=None):
     """A run on a clock where every batch takes one second and a validation takes a thousand."""
     now = [0.0]
     monkeypatch.setattr("drafters.training.budget.time.perf_counter", lambda: now[0])
@@ -125,7 +126,7 @@ def fit_minutes(tmp_path, monkeypatch, *, minutes, accumulate=1, extra=0):
             return super().validation_step(batch, batch_idx)
 
     module = Timed(toy(), ToyHead(), OptimConfig(minutes=minutes, warmup_steps=45, precision="float32"))
-    trainer = toy_trainer(tmp_path, callbacks=[StepBudget()], accumulate_grad_batches=accumulate)
+    trainer = toy_trainer(tmp_path, callbacks=[StepBudget(run)], accumulate_grad_batches=accumulate)
     trainer.fit(module, ToyData())
     return trainer, module
 
@@ -135,6 +136,16 @@ def test_minutes_become_steps_and_validation_does_not_count(tmp_path, monkeypatc
     trainer, module = fit_minutes(tmp_path, monkeypatch, minutes=2.0, accumulate=accumulate)
     assert module.total_steps == trainer.global_step == steps
     assert module.clock.seconds == 120
+
+
+def test_the_steps_of_a_budget_are_kept_and_taken_by_a_run_that_repeats_it(tmp_path, monkeypatch):
+    run = Run(tmp_path / "run")
+    fit_minutes(tmp_path / "a", monkeypatch, minutes=1.0, run=run)
+    assert read_steps(run, minutes=1.0) == 60
+    assert read_steps(run, minutes=2.0) is None
+    write_steps(run, minutes=1.0, steps=52)
+    trainer, module = fit_minutes(tmp_path / "b", monkeypatch, minutes=1.0, run=run)
+    assert module.total_steps == trainer.global_step == 52
 
 
 def test_a_single_slow_step_does_not_shorten_the_run(tmp_path, monkeypatch):

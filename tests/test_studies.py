@@ -42,7 +42,8 @@ def test_a_fit_is_stored_with_the_drafter_and_judged_by_other_prompts(world, stu
     assert len(calibration.temperatures) == 3
     out = only("calibrate/*", studied)
     assert {path.name for path in out.iterdir()} == {
-        *("observations.safetensors", "observations.json", "reliability.json", "reliability.md", "reliability.png")
+        *("observations.safetensors", "observations.json", "reliability.json", "reliability.md", "reliability.png"),
+        "environment.json",
     }
     found = json.loads((out / "reliability.json").read_text())
     observations = Observations.load(out / "observations.safetensors")

@@ -16,7 +16,7 @@ from drafters.decoding.measure import Contestant, MeasureConfig, check_settings
 from drafters.decoding.records import Round
 from drafters.decoding.report import plain, read_json, write_json
 from drafters.decoding.runner import Runner
-from drafters.door import Place, command_facts, decoding_into, say
+from drafters.door import Place, decoding_into, say
 from drafters.errors import ConfigError, DataError
 from drafters.progress import phase_bars
 from drafters.scheduling.calibration import METHODS, Calibration, fit
@@ -78,7 +78,7 @@ class Job:
 
     def provenance(self) -> dict[str, Any]:
         """What the files say of where they come from."""
-        return {**command_facts(self.target), **self.place.facts, "drafter": dict(self.contestant.provenance)}
+        return {**self.place.provenance(self.target), "drafter": dict(self.contestant.provenance)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,3 +144,4 @@ def run_study(job: Job, config: Any) -> None:
     something is decoded; else the first one works alone."""
     if config.name in ("calibrate", "simulate") or job.is_first:
         STUDIES[config.name][1](job, config)
+        job.place.record()

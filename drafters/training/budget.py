@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
 
+from drafters.runs import Run, read_steps, write_steps
 from drafters.training.optim import MEASURED_STEPS, SKIPPED_STEPS
+from drafters.training.strategies import together
 
 if TYPE_CHECKING:
     from drafters.training.module import DistillModule
@@ -66,10 +68,12 @@ class StepBudget(Callback):
     """Ends the run at `module.total_steps`, after a last validation; finds that number when a time budget is given.
 
     The speed is the median of MEASURED_STEPS steps after SKIPPED_STEPS, measured once; the total lies in the
-    checkpoint.
+    checkpoint, and in the folder of `run`. A number that lies there already is taken: that of the run which this one
+    repeats. It is looked for when the speed would be known, since what comes before must not know the end either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run | None = None) -> None:
+        self._run = run
         self._ends: list[float] = []  # of the steps so far, in seconds of training
         self._last_step = 0
 
@@ -102,18 +106,25 @@ class StepBudget(Callback):
         self._ends.append(module.clock.seconds)
         if len(self._ends) < SKIPPED_STEPS + MEASURED_STEPS:
             return
-        assert module.optim.minutes is not None
+        minutes = module.optim.minutes
+        assert minutes is not None
         # The median: the first reads of a cache's shards, which check their sums, are over before long.
         seconds_per_step = statistics.median(b - a for a, b in pairwise(self._ends[SKIPPED_STEPS - 1 :]))
-        left = module.optim.minutes * 60 - module.clock.seconds
+        left = minutes * 60 - module.clock.seconds
         total = trainer.global_step + max(0, round(left / seconds_per_step))
+        with together(trainer):
+            known = read_steps(self._run, minutes=minutes) if self._run and trainer.is_global_zero else None
+            total = total if known is None else max(known, trainer.global_step)
+            if self._run is not None and trainer.is_global_zero:
+                write_steps(self._run, minutes=minutes, steps=total)
         total = trainer.strategy.broadcast(total)
         module.total_steps = total
         _limit(trainer, total)
-        logger.info("%.3f s a step: %g minutes are %d steps", seconds_per_step, module.optim.minutes, total)
-        if total <= trainer.global_step:
+        reason = "" if known is None else ", as in the run that is repeated"
+        logger.info("%.3f s a step: %g minutes are %d steps%s", seconds_per_step, minutes, total, reason)
+        if known is None and total <= trainer.global_step:
             warnings.warn(
-                f"optim.minutes: {module.optim.minutes:g} minutes were over after {total} steps, "
+                f"optim.minutes: {minutes:g} minutes were over after {total} steps, "
                 "spent on measuring the speed; give more time or use optim.max_steps",
                 stacklevel=2,
             )

@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from drafters.progress import Work
+from drafters.runs import Run
 from drafters.training.budget import StepBudget
 from drafters.training.meter import ThroughputMeter
 from drafters.training.optim import OptimConfig
@@ -184,7 +185,7 @@ def build_callbacks(
     if optim.ema_decay is not None:
         # Buffers are copied, not averaged: the mean of two token ids is another token.
         callbacks.append(EMAWeightAveraging(decay=optim.ema_decay, use_buffers=False))
-    callbacks += [StepBudget(), TargetUnchanged(), ParameterTable(console)]
+    callbacks += [StepBudget(Run(run)), TargetUnchanged(), ParameterTable(console)]
     callbacks += [StepProgress(), ThroughputMeter(run, console)]
     saver = SaveDrafter(run / "drafter", monitor=config.monitor, provenance=provenance)
     if probe is not None and config.probe_every_n_steps is not None:

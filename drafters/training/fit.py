@@ -1,8 +1,8 @@
 # From a plan to trained weights: the drafter that a run starts from, and Lightning's fit with all that watches it.
 
 import signal
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from lightning.pytorch import Trainer
 from drafters.batches import BatchConfig, StatesDataModule
 from drafters.cache import HiddenCache
 from drafters.checkpoint import drafter_of_checkpoint
+from drafters.decoding.dialogue import Dialogue
+from drafters.decoding.measure import MeasureConfig
+from drafters.decoding.probe import acceptance_probe
+from drafters.decoding.sampling import effective_sampling
 from drafters.distributed import Ranks
 from drafters.door import screen
 from drafters.errors import ConfigError, DraftersError
@@ -32,14 +36,14 @@ from drafters.training.saving import WARNING, TrainingInterrupted
 from drafters.vocab import check_vocab_size
 from drafters.warm_start import begun_from, take_over
 
-__all__ = ["begin_logging", "check_fits", "fit", "start_drafter"]
+__all__ = ["begin_logging", "build_probe", "check_fits", "fit", "measured_as", "start_drafter"]
 
 
 def start_drafter(plan: Plan, run: Run, start: Start) -> Drafter:
     """A new drafter, or the one of the checkpoint that the run goes on from (its vocabulary is never counted again)."""
     cls: Any
     cls, config = plan.drafter
-    torch.manual_seed(plan.data.seed)
+    torch.manual_seed(plan.seed)
     drafter: Drafter
     if run.checkpoint is None:
         drafter = cls.create(config, start.target.spec, start)
@@ -63,6 +67,18 @@ def check_fits(cls: Any, config: Any, target: FrozenTarget) -> Drafter:
     return drafter
 
 
+def measured_as(plan: Plan, target: FrozenTarget) -> MeasureConfig:
+    """The settings of the report, with the repetition penalty that the target's generation config may have."""
+    asked = asdict(plan.report.sampling) | {"repetition_penalty": None}
+    return replace(plan.report, sampling=effective_sampling(target.model.generation_config, asked))
+
+
+def build_probe(plan: Plan, target: FrozenTarget, prompts: Sequence[Dialogue]) -> Probe:
+    """What decodes `prompts` in the middle of training."""
+    sampling = measured_as(plan, target).sampling
+    return acceptance_probe(target, [one.encode(()) for one in prompts], sampling=sampling)
+
+
 def fit(
     plan: Plan,
     run: Run,
@@ -78,7 +94,7 @@ def fit(
     splits = {name: states.split(name) for name in ("train", "validation")}
     batches = BatchConfig(
         batch_size=plan.data.batch_size,
-        seed=plan.data.seed,
+        seed=plan.seed,
         max_tokens=plan.data.max_tokens,
         prefetch=plan.data.prefetch,
     )
@@ -92,7 +108,7 @@ def fit(
         provenance={
             "run": plan.name,
             "data_hash": states.data_hash,
-            "seed": plan.data.seed,
+            "seed": plan.seed,
             "warm_start": None if plan.warm_start is None else begun_from(plan.warm_start, run),
         },
     )

@@ -19,20 +19,22 @@ from drafters.cache_writer import capture
 from drafters.chat import ChatEncoder, EncodeError
 from drafters.checkpoint import load_drafter
 from drafters.decoding.probe import acceptance_probe
-from drafters.decoding.sampling import effective_sampling
 from drafters.distributed import Ranks
-from drafters.door import CHATTER, NOISE, pick_device, progress_bar
+from drafters.door import CHATTER, NOISE, pick_device
 from drafters.errors import ConfigError, DataError
 from drafters.given import Given, to_conversations
 from drafters.heads.base import Drafter
 from drafters.heads.start import Start, check_block_size
 from drafters.library import plain_settings
 from drafters.online import OnlineStates
+from drafters.progress import progress_bar
+from drafters.rerun import record
 from drafters.runs import claim
 from drafters.splits import ONLINE, DataConfig, encode_splits, split_conversations, states_place
 from drafters.target import FrozenTarget
 from drafters.training.building import build_logger, build_trainer, check_alone
-from drafters.training.fit import begin_logging, check_fits, start_drafter
+from drafters.training.determinism import reproducible
+from drafters.training.fit import begin_logging, check_fits, measured_as, start_drafter
 from drafters.training.fit import fit as train
 from drafters.training.module import DistillModule
 from drafters.training.plan import Plan, how_computed, read_plan
@@ -69,8 +71,10 @@ def fit(settings: Mapping[str, Any], target: FrozenTarget, conversations: Iterab
     _check_target(plain["target"], target)
     folder = Path(plain["run_dir"])
     kept = {**plain, "source": given.source(folder), "cwd": os.getcwd()}
-    with claim(folder, kept, resume=plan.resume) as run:
+    repeated = reproducible(deterministic=plan.deterministic, seed=plan.seed)
+    with claim(folder, kept, resume=plan.resume) as run, repeated:
         given.keep(found, run.folder)
+        record(plan, run, kept, None, processes=1)
         check_strategy(plain["trainer"], run.checkpoint, averages=plan.optim.ema_decay is not None, size=1)
         outline = check_fits(*plan.drafter, target)
         warm = None
@@ -178,7 +182,7 @@ class _Bar:
         self._bar: Any = None
 
     def begin(self, estimate: Estimate) -> None:
-        self._bar = self._stack.enter_context(progress_bar("capture", unit="tokens/s"))
+        self._bar = self._stack.enter_context(progress_bar("capture", unit="tokens"))
 
     def advance(self, done: int, total: int, tokens: int) -> None:
         self._bar(done, total, tokens)
@@ -200,8 +204,7 @@ def _probe(plan: Plan, target: FrozenTarget, held_out: Sequence[Conversation], e
             "callbacks.probe_every_n_steps: no held-out conversation begins with a user's message that the target "
             "has positions for, so none is decoded; give null, or other conversations"
         )
-    given = asdict(plan.report.sampling) | {"repetition_penalty": None}
-    return acceptance_probe(target, prompts, sampling=effective_sampling(target.model.generation_config, given))
+    return acceptance_probe(target, prompts, sampling=measured_as(plan, target).sampling)
 
 
 def _first_turn(conversation: Conversation) -> tuple[Message, ...]:

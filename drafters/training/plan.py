@@ -28,6 +28,7 @@ DECIDED = {
     "max_time": (None, "optim.minutes is the length of a run"),
     "accelerator": ("auto", "device= says where a run computes"),
     "precision": ("32-true", "optim.precision says what products run in"),
+    "deterministic": (None, "deterministic=true, without trainer., decides it"),
 }
 
 
@@ -37,19 +38,24 @@ OWN = ("compile", "activation_checkpointing")  # settings of `trainer` that are 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """The settings of a run that belong to no group. `resume`: whether to go on in a folder that was begun with other
-    settings. `warm_start`: a run to begin from."""
+    settings. `warm_start`: a run to begin from. `run`: one to repeat. `seed`: of training alone."""
 
     name: str
     outputs: str
     resume: bool = False
+    run: str | None = None
     warm_start: str | None = None
     device: str | None = None
+    seed: int | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise ValueError(
                 f"name: got '{self.name}'; accepted: the name of a folder, since a run lies in outputs/<name>"
             )
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: got {self.seed}; accepted: 0 to {2**32 - 1}, or null for data.seed")
         for key in ("outputs", "warm_start", "device"):
             if getattr(self, key) == "":
                 raise ValueError(f"{key}: got ''; accepted: text" + (", or null" if key != "outputs" else ""))
@@ -68,8 +74,8 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings of a run. `source` and `data` have the types of the leaf that reads conversations, `logger` is one
-    of Lightning, or False for none."""
+    """The settings of a run. `seed` is that of the weights, the order of samples and the anchors. `source` and `data`
+    have the types of the leaf that reads conversations, `logger` is one of Lightning, or False for none."""
 
     name: str
     source: Any
@@ -82,6 +88,8 @@ class Plan:
     num_prompts: int
     resume: bool
     warm_start: str | None
+    seed: int
+    deterministic: bool
     logger: Any
     profiler: "ProfilerConfig | None" = None
 
@@ -107,10 +115,15 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
             "target=NAME, or beside a run with compare="
         )
     profiler = settings.get("profiler")
+    sampled = typed(data, settings["data"], key="data")
+    if run.deterministic and settings["trainer"].get("benchmark"):
+        raise ConfigError(
+            "trainer.benchmark: got true with deterministic=true, which takes fixed kernels; leave one out"
+        )
     return Plan(
         name=run.name,
         source=build_config(settings["source"], key="source")[1],
-        data=typed(data, settings["data"], key="data"),
+        data=sampled,
         cache=typed(CaptureConfig, settings["cache"], key="cache"),
         drafter=drafter,
         optim=build_config(settings["optim"], key="optim")[1],
@@ -119,6 +132,8 @@ def read_plan(settings: Mapping[str, Any], *, data: type, logger: Any) -> Plan:
         report=typed(MeasureConfig, measured, key="report"),
         resume=run.resume,
         warm_start=run.warm_start,
+        seed=sampled.seed if run.seed is None else run.seed,
+        deterministic=run.deterministic,
         logger=logger,
         profiler=build_config(profiler, key="profiler")[1] if profiler else None,
     )
