@@ -1,6 +1,6 @@
-# What the contract tests stand on: every drafter of conf/drafter, found by looking, and the one that docs/add-a-drafter.md
-# shows, with settings cut to the size of a tiny target; and two tiny worlds. A world is a target with a few texts of
-# its own and their states in memory.
+# What the contract tests stand on: every drafter of conf/drafter, found by looking, and the one that
+# docs/add-a-drafter.md shows, with settings cut to the size of a tiny target; and two tiny worlds. A world is a target
+# with a few texts of its own and their states in memory.
 
 from dataclasses import dataclass
 from functools import cache, cached_property
