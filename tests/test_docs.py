@@ -4,6 +4,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 import yaml
@@ -110,30 +111,77 @@ def test_pages_are_of_a_length_that_is_read():
     assert not long
 
 
-# What makes a command of a page small, by its door: the rest of it stands as it is on the page.
+# What makes a command small, by its door; the rest of it stands as it is on the page.
 PROMPTS = ("num_prompts=2", "max_new_tokens=12", "device=cpu")
+# Pages whose commands run in their order on runs that are there, and the doors that each opens.
+RUN = {
+    "README.md": {"train.py", "evaluate.py", "export/__main__.py", "data/show.py", "data/regenerate.py"},
+    "docs/data.md": {"data/show.py", "data/regenerate.py", "data/capture.py", "train.py"},
+    "docs/evaluate.md": {"evaluate.py"},
+    "docs/schedule.md": {"evaluate.py"},
+    "docs/train.md": {"train.py"},
+}
 
 
-def small(door, world):
-    target = [one for one in train_overrides(world) if one.startswith("target.") and "name" not in one]
-    own = ("source=jsonl", f"source.path={world}/maths.jsonl")
+def small(door, world, settings):
+    tiny = [
+        one for one in train_overrides(world) if not one.startswith(("name=", "outputs=", "target.name=", "source"))
+    ]
+    target = [one for one in tiny if one.startswith("target.")]
+    chats = [] if named(settings, "source.path") else ["source=jsonl", f"source.path={world}/chats.jsonl"]
+    prompts = ["source=jsonl", f"source.path={world}/maths.jsonl"]
+    if door == "train.py":
+        # Two processes are for other tests; a block head of the page's kind may have no sequential part.
+        other = [one for one in tiny if one.split("=")[0] not in ("drafter.sequential.rank", *map(key_of, settings))]
+        return [
+            *chats,
+            *other,
+            "trainer.devices=1",
+            *(["profiler.skip_steps=2", "profiler.steps=2"] if "profiler=torch" in settings else []),
+        ]
     return {
-        "data/show.py": ("source=jsonl", f"source.path={world}/chats.jsonl", *target),
-        "train.py": tuple(
-            one for one in train_overrides(world) if not one.startswith(("name=", "outputs=", "target.name="))
-        ),
-        "evaluate.py": (*PROMPTS, "profile_rounds=2"),
-        "export/__main__.py": (*PROMPTS, *own),
+        "data/show.py": [*chats, *target],
+        "data/capture.py": [*chats, *target, f"cache.root={world}/states", "device=cpu"],
+        "data/regenerate.py": [*target, "limit=2", "max_new_tokens=8", "device=cpu"],
+        "evaluate.py": [*PROMPTS, "profile_rounds=2"],
+        "export/__main__.py": [*PROMPTS, *prompts],
     }[door]
 
 
+def key_of(setting):
+    return setting.partition("=")[0]
+
+
+def named(settings, key):
+    return any(key_of(one) == key for one in settings)
+
+
 def run_door(door, cfg):
+    from data.capture import run as capture
+    from data.plan import plan_capture
+    from data.regenerate import run as regenerate
     from data.show import show
     from evaluate import evaluate
     from export.__main__ import export
     from train import train
 
-    {"data/show.py": show, "train.py": train, "evaluate.py": evaluate, "export/__main__.py": export}[door](cfg)
+    doors = {"data/show.py": show, "train.py": train, "evaluate.py": evaluate, "export/__main__.py": export}
+    doors |= {"data/regenerate.py": regenerate, "data/capture.py": plan_capture if cfg.get("plan") else capture}
+    doors[door](cfg)
+
+
+def run_page(page, world):
+    """Opens the doors of a page's commands, in their order, in the current folder; gives the doors."""
+    ran = []
+    for command in commands(BY_NAME[page], page=page):
+        if command.needs or (opened := door_of(command.words)) is None or {"-m", "--cfg"} & set(opened[1]):
+            continue
+        door, settings = opened
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = compose(config_name(door), [*settings, *small(door, world, settings)])
+        run_door(door, cfg)
+        ran.append(door)
+    return ran
 
 
 def test_the_tutorial_runs_in_its_order_and_leaves_the_files_that_it_names(world, tmp_path, monkeypatch, capsys):
@@ -141,20 +189,38 @@ def test_the_tutorial_runs_in_its_order_and_leaves_the_files_that_it_names(world
     monkeypatch.chdir(tmp_path)
     (rows,) = re.findall(r"^```json\n(.*?)^```", BY_NAME[page], re.MULTILINE | re.DOTALL)
     write_rows(tmp_path / "prompts.jsonl", [json.loads(row) for row in rows.splitlines()])
-    ran, named = [], []
-    for command in commands(BY_NAME[page], page=page):
-        if command.needs:
-            named += [path for word in command.words for path in re.findall(r"outputs/[\w./-]+", word)]
-            continue
-        door, settings = door_of(command.words)
-        settings = [one for one in settings if not (door == "data/show.py" and one.startswith("source"))]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose(config_name(door), [*settings, *small(door, world)])
-        run_door(door, cfg)
-        ran.append(door)
+    ran = run_page(page, world)
     assert ran == ["data/show.py", "train.py", *["evaluate.py"] * 3, *["export/__main__.py"] * 2]
-    assert named
-    assert [path for path in named if not (tmp_path / path).exists()] == []
-    said = capsys.readouterr().out
-    assert "tokens supervised" in said
+    words = [word for one in commands(BY_NAME[page]) if one.needs for word in one.words]
+    exports = {path for word in words for path in re.findall(r"outputs/[\w./-]+", word)}
+    assert len(exports) == 2
+    assert [path for path in exports if not (tmp_path / path).exists()] == []
+    assert "tokens supervised" in capsys.readouterr().out
     assert (tmp_path / "outputs" / "markov-smollm2" / "report.md").is_file()
+
+
+@pytest.fixture(scope="module")
+def shelf(world, tmp_path_factory):
+    """A folder with the runs and files that pages speak of."""
+    folder = tmp_path_factory.mktemp("shelf")
+    for drafter in ("markov", "parallel"):
+        settings = [f"drafter={drafter}", f"outputs={folder}/outputs"]
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            run_door("train.py", compose("train", [*settings, *small("train.py", world, settings)]))
+    shutil.copytree(folder / "outputs" / "markov-smollm2", folder / "outputs" / "short")
+    for name in ("prompts", "math", "code", "mine"):
+        shutil.copy(world / "maths.jsonl", folder / f"{name}.jsonl")
+    shutil.copy(world / "chats.jsonl", folder / "my_chats.jsonl")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", RUN)
+def test_the_commands_of_a_page_run(page, shelf, world, tmp_path, monkeypatch):
+    shutil.copytree(shelf, tmp_path, dirs_exist_ok=True)
+    for name in re.findall(r" name=(\w+)", BY_NAME[page]):
+        shutil.rmtree(tmp_path / "outputs" / name, ignore_errors=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert set(run_page(page, world)) == RUN[page]
