@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all engines peers check format clean
+.PHONY: help setup demo test test-all engines peers check format docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -65,5 +65,9 @@ format: $(STAMP)  ## mend what ruff and nbstripout can mend
 	$(BIN)/ruff format .
 	$(if $(NOTEBOOKS),$(BIN)/nbstripout $(NOTEBOOKS))
 
+docs: $(STAMP)  ## the pages of docs/ as a site, in site/; a link to nowhere fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f .ci/mkdocs.yml
+	@echo "Site: site/index.html"
+
 clean:  ## remove the environment and caches; outputs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

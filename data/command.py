@@ -79,9 +79,9 @@ def check_settings(cfg: DictConfig, door: str) -> None:
     chosen = [name for one in own.pop("defaults") if isinstance(one, dict) for name in one]
     groups = {name.partition("@")[2].partition(".")[0] or name for name in chosen if not name.startswith("override ")}
     known = {str(name) for name in own} | groups - {"experiment"}
-    for name in cfg:
+    for name in map(str, cfg):
         if name not in known:
-            raise ConfigError(f"{name}: unknown setting; {_choices(str(name), known)}")
+            raise ConfigError(f"{name}: unknown setting; {_choices(name, known)}")
 
 
 def launch_in_order() -> None:
@@ -109,7 +109,7 @@ def launch_in_order() -> None:
         kind.launch = lambda self, *jobs, **more: _launch_jobs(partial(launch, self), logs, *jobs, **more)
         return launcher
 
-    Plugins.instantiate_launcher = make_launcher
+    setattr(Plugins, "instantiate_launcher", make_launcher)  # noqa: B010
 
 
 def _launch_jobs(
@@ -138,7 +138,7 @@ def _check_arguments() -> None:
             raise ConfigError(f"{message}: options such as -m and --config-dir stand before all settings")
         raise ConfigError(f"{message}; see --hydra-help for what is accepted; settings are written key=value")
 
-    parser.error = refuse  # type: ignore[method-assign]
+    setattr(parser, "error", refuse)  # noqa: B010
     given = parser.parse_args()
     if given.resolve and given.cfg is None:
         raise ConfigError("--resolve: it goes with --cfg job, which prints the settings instead of running")

@@ -1,4 +1,4 @@
-# Draws docs/pipeline.svg and docs/pipeline.png, the picture in the README: `python docs/pipeline.py`.
+# Draws docs/pipeline.svg and docs/pipeline.png, the picture in README and on the first page: `python docs/pipeline.py`.
 # One canvas in units of 1/100 inch; every box is placed by hand, so the script is a list of what stands where.
 
 from pathlib import Path
@@ -15,16 +15,15 @@ STEP = ("#ffffff", "#7b8794")
 FROZEN = ("#e3f0fb", "#2b6cb0")
 TRAINED = ("#fdebd8", "#c05621")
 ARTEFACT = ("#e6f4ea", "#2f855a")
-LATER = ("#f5f5f5", "#9aa5b1")
+DROPPED = ("#f5f5f5", "#9aa5b1")
 
 
 def box(ax: Axes, place: tuple[float, float, float, float], colours: tuple[str, str], title: str, lines: str) -> None:
     """A rounded box at (left, bottom, width, height) with a bold title over smaller lines."""
     left, bottom, width, height = place
-    dashed = "--" if colours is LATER else "-"
     style = "round,pad=0,rounding_size=12"
     fill, edge = colours
-    ax.add_patch(FancyBboxPatch((left, bottom), width, height, style, fc=fill, ec=edge, lw=1.6, ls=dashed))
+    ax.add_patch(FancyBboxPatch((left, bottom), width, height, style, fc=fill, ec=edge, lw=1.6))
     middle = left + width / 2
     ax.text(middle, bottom + height - 26, title, ha="center", va="center", fontsize=13, weight="bold", color=INK)
     ax.text(middle, bottom + (height - 44) / 2 + 2, lines, ha="center", va="center", fontsize=10.5, color=SOFT)
@@ -64,7 +63,7 @@ def draw_pipeline(ax: Axes) -> None:
 
     lines = "propose, verify, accept, beside plain decoding\nreport.json, report.md"
     box(ax, (790, 400, 410, 100), STEP, "evaluate.py", lines)
-    box(ax, (1290, 400, 150, 100), LATER, "export", "serving engines\n(planned)")
+    box(ax, (1280, 400, 160, 100), STEP, "export/", "vLLM, SGLang\nllama.cpp")
     arrow(ax, (1255, row - 4), (1206, 450), "angle,angleA=-90,angleB=0,rad=12")
     arrow(ax, (1365, row - 4), (1365, 506))
     arrow(ax, (444, row - 4), (784, 450), "angle,angleA=-90,angleB=0,rad=12")
@@ -72,16 +71,15 @@ def draw_pipeline(ax: Axes) -> None:
 
 
 def draw_legend(ax: Axes) -> None:
-    left = 1014
+    left = 1000
     for colours, label, wide in (
         (FROZEN, "frozen", 100),
         (TRAINED, "trained", 104),
         (ARTEFACT, "kept on disk", 142),
-        (LATER, "later", 90),
+        (DROPPED, "dropped", 90),
     ):
-        dashed = "--" if colours is LATER else "-"
         style = "round,pad=0,rounding_size=5"
-        ax.add_patch(FancyBboxPatch((left, 747), 22, 16, style, fc=colours[0], ec=colours[1], lw=1.4, ls=dashed))
+        ax.add_patch(FancyBboxPatch((left, 747), 22, 16, style, fc=colours[0], ec=colours[1], lw=1.4))
         ax.text(left + 31, 755, label, fontsize=10.5, va="center", color=SOFT)
         left += wide
 
@@ -108,7 +106,7 @@ def draw_round(ax: Axes) -> None:
 
     ax.text(66, 145, "target verifies", **label)
     ax.text(66, 125, "all drafts in one pass", **note)
-    tokens(ax, (after, 115), ["the  ✓", "big  ✓", "mat  ✗", "and"], [ARTEFACT, ARTEFACT, rejected, LATER])
+    tokens(ax, (after, 115), ["the  ✓", "big  ✓", "mat  ✗", "and"], [ARTEFACT, ARTEFACT, rejected, DROPPED])
     aside = after + 4 * 94 + 16
     ax.text(aside, 145, "Drafts stand while the target agrees. Where it", **note)
     ax.text(aside, 125, "does not, its own token stands instead: “rug”.", **note)

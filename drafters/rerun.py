@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,10 @@ COPIES = {
     "cache.layer_ids": "target.layer_ids",
     "cache.name": "target.name",
 }
+# What a stored run may have called by Hydra; other classes are only looked for, and hold settings.
+CALLED = re.compile(
+    r"lightning\.pytorch\.(Trainer|loggers\.\w+)|drafters\.training\.(loggers\.wandb_logger|strategies\.\w+Strategy)"
+)
 
 
 def stored_node(words: Sequence[str]) -> dict[str, Any] | None:
@@ -53,6 +58,7 @@ def stored_node(words: Sequence[str]) -> dict[str, Any] | None:
         )
     for key, _, value in given:
         _check_word(key, value, settings)
+    _check_trust(run, settings, {key.lstrip("+"): value for key, _, value in given})
     chosen = {key: value for key, _, value in given if key in CHOSEN}
     return {
         "defaults": [
@@ -62,6 +68,32 @@ def stored_node(words: Sequence[str]) -> dict[str, Any] | None:
         ],
         **{key: value for key, value in _linked(settings).items() if key not in chosen},
     }
+
+
+def _check_trust(run: Run, settings: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    """A folder does not decide what code is run: the command does. Raises ConfigError, CheckpointError."""
+    key = "target.trust_remote_code"
+    if settings["target"].get("trust_remote_code") and key not in given:
+        raise ConfigError(f"{key}: {run.folder} was trained with true; say {key}=true in this command, too, or false")
+    for group in ("trainer", "logger"):
+        for name in [] if group in given else _called(settings.get(group)):
+            if not (isinstance(name, str) and CALLED.fullmatch(name)):
+                raise CheckpointError(
+                    f"run: {run.folder / SETTINGS} names {group}._target_={name}, which is not called because a folder "
+                    "says so; train with the settings themselves, without run="
+                )
+
+
+def _called(node: Any) -> Iterator[Any]:
+    """All values of `_target_` in a node."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == "_target_":
+                yield value
+            yield from _called(value)
+    elif isinstance(node, list):
+        for one in node:
+            yield from _called(one)
 
 
 def check_composed(run: str | None, composed: str | None) -> None:

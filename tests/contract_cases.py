@@ -1,6 +1,6 @@
-# What the contract tests stand on: every drafter of conf/drafter, found by looking, and the one that CONTRIBUTING.md
-# shows, with settings cut to the size of a tiny target; and two tiny worlds. A world is a target with a few texts of
-# its own and their states in memory.
+# What the contract tests stand on: every drafter of conf/drafter, found by looking, and the one that
+# docs/add-a-drafter.md shows, with settings cut to the size of a tiny target; and two tiny worlds. A world is a target
+# with a few texts of its own and their states in memory.
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -26,7 +26,7 @@ from tests.test_families import sharpened
 from tests.tiny import tiny_llama
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-SHOWN = "the example of CONTRIBUTING.md"
+SHOWN = "the example of docs/add-a-drafter.md"
 NAMES = [*sorted(path.stem for path in (CONF / "drafter").glob("*.yaml")), SHOWN]
 # Settings that a tiny target and short texts cannot bear as shipped: the most they may be, by name.
 MOST = {"block_size": 3, "num_anchors": 8, "rank": 6, "size": 24, "window": 6}

@@ -1,11 +1,11 @@
-# The drafter that CONTRIBUTING.md shows, as the files that a reader would write.
+# The drafter that docs/add-a-drafter.md shows, as the files that a reader would write.
 
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
-PAGE = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "add-a-drafter.md"
 
 
 def example_files() -> dict[str, str]:

@@ -1,5 +1,5 @@
-# Adding a drafter is one file and one YAML, in a folder of one's own: the example of CONTRIBUTING.md, copied from the
-# page, goes through the doors by the commands that the page gives.
+# Adding a drafter is one file and one YAML, in a folder of one's own: the example of docs/add-a-drafter.md, copied from
+# the page, goes through the doors by the commands that the page gives.
 
 import ast
 import json

@@ -66,6 +66,16 @@ class Case:
     states: "HiddenCache | None" = None
 
     @property
+    def has_outline(self) -> bool:
+        """Whether the target's files could be read."""
+        return self.outline is not None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the target was loaded and checked itself."""
+        return self.target is not None
+
+    @property
     def examples(self) -> "list[Example]":
         """Those of all splits."""
         return [example for split in self.splits.values() for example in split]
@@ -74,7 +84,7 @@ class Case:
 def read_case(plain: Mapping[str, Any], overrides: Sequence[str]) -> Case:
     """The settings of the door; of a run those that it was begun with, but for what `overrides`, the words of the
     command, name. Raises ConfigError for a wrong setting, CheckpointError for a folder that is no run."""
-    from data.sources import DataConfig
+    from data.sources import DataConfig, SourceConfig
     from drafters.cache_config import CaptureConfig
     from drafters.config import build_config, typed
     from drafters.door import check_target, pick_device
@@ -91,7 +101,7 @@ def read_case(plain: Mapping[str, Any], overrides: Sequence[str]) -> Case:
     return Case(
         config=config,
         node=nodes["target"],
-        source=build_config(nodes["source"], key="source")[1],
+        source=build_config(nodes["source"], key="source", base=SourceConfig)[1],
         data=typed(DataConfig, nodes["data"], key="data"),
         cache=typed(CaptureConfig, nodes["cache"], key="cache"),
         trainer=nodes["trainer"],

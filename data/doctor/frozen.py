@@ -33,7 +33,7 @@ def check(case: "Case") -> None:
                 "passed: captured layers, last state, logits, embeddings, a padded batch, cached decoding with a "
                 f"rollback ({time.perf_counter() - begun:.0f} s with loading)",
             )
-    if case.target is None:
+    if not case.has_target:
         return
     check_rope(findings, case.target)
     kind = quantization_of(case.target)

@@ -32,7 +32,7 @@ def check(case: "Case") -> bool:
         case.outline = load_target(case.node, device=None, is_outline=True)
         spec = case.outline.spec
         case.findings.ok("target/weights", f"{spec.name}, weights {spec.weights_hash[:12]}, {spec.dtype}")
-    if case.outline is None:
+    if not case.has_outline:
         return False
     with case.findings.watched("text/source"):
         parts = load_splits(case.source, validation=case.data.validation, seed=case.data.seed)
