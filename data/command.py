@@ -106,7 +106,11 @@ def launch_in_order() -> None:
         launcher = make(self, config=config, **given)
         kind, launch, logs = type(launcher), type(launcher).launch, None if name is None else config.hydra.sweep.dir
         # Of the class: a launcher that submits jobs sends itself along.
-        kind.launch = lambda self, *jobs, **more: _launch_jobs(partial(launch, self), logs, *jobs, **more)
+
+        def launch_jobs(self: Any, *jobs: Any, **more: Any) -> Any:
+            return _launch_jobs(partial(launch, self), logs, *jobs, **more)
+
+        setattr(kind, "launch", launch_jobs)  # noqa: B010
         return launcher
 
     setattr(Plugins, "instantiate_launcher", make_launcher)  # noqa: B010
