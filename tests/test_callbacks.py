@@ -141,7 +141,6 @@ def test_the_table_counts_what_is_trained_and_what_is_frozen(tmp_path):
     assert rows["out"] == ["64", "0", "float32"]
     assert rows["drafter, all"] == ["80", "72", "float32"]
     assert rows["target head"] == ["0", "128", "float32"]
-    assert "8/8" in text
 
 
 def test_a_target_that_moves_fails_the_run(tmp_path):
