@@ -31,7 +31,7 @@ def test_every_command_of_a_page_composes_or_says_what_it_needs(page, tmp_path, 
 
 def test_the_pages_have_commands_for_every_door():
     opened = {door[0] for text in BY_NAME.values() for one in commands(text) if (door := door_of(one.words))}
-    places = [*ROOT.glob("*.py"), *(ROOT / "data").glob("*.py"), *(ROOT / "export").glob("*.py")]
+    places = [*ROOT.glob("*.py"), *(ROOT / "data").rglob("*.py"), *(ROOT / "export").rglob("*.py")]
     doors = {path.relative_to(ROOT).as_posix() for path in places}
     assert opened == {path for path in doors if config_name(path)}
     assert {need for text in BY_NAME.values() for one in commands(text) for need in one.needs} <= NEEDS
@@ -104,6 +104,13 @@ def test_every_page_is_in_the_navigation_of_the_site():
     named = [page for part in site["nav"] for entry in next(iter(part.values())) for page in entry.values()]
     assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     assert site["theme"]["font"] is False
+
+
+def test_the_site_is_built_so_that_a_warning_fails_it():
+    (build,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in build
+    # Where warnings are not shown, they are not counted.
+    assert "--quiet" not in build
 
 
 def test_pages_are_of_a_length_that_is_read():
