@@ -66,7 +66,7 @@ format: $(STAMP)  ## mend what ruff and nbstripout can mend
 	$(if $(NOTEBOOKS),$(BIN)/nbstripout $(NOTEBOOKS))
 
 docs: $(STAMP)  ## the pages of docs/ as a site, in site/; a link to nowhere fails it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f .ci/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f .ci/mkdocs.yml
 	@echo "Site: site/index.html"
 
 clean:  ## remove the environment and caches; outputs/ stays

@@ -164,22 +164,16 @@ def _read_train(cfg: DictConfig) -> None:
 def _read_evaluate(cfg: DictConfig) -> None:
     from data.prompts import PromptConfig
     from drafters.decoding.measure import MeasureConfig
-    from evaluate import Choice, task_settings
+    from evaluate import MEASURE, Choice, task_settings
 
     choice = _typed(cfg, Choice)
     _typed(cfg, PromptConfig)
     plain = to_plain(cfg)
-    typed(MeasureConfig, {name: plain[name] for name in _measure_names()}, key="")
+    typed(MeasureConfig, {name: plain[name] for name in MEASURE}, key="")
     task_settings(plain["task"], choice, has_schedule=plain.get("schedule") is not None)
     build_config(cfg.source, key="source")
     if plain.get("schedule") is not None:
         build_config(plain["schedule"], key="schedule")
-
-
-def _measure_names() -> tuple[str, ...]:
-    from evaluate import MEASURE
-
-    return MEASURE
 
 
 def _read_capture(cfg: DictConfig) -> None:

@@ -5,6 +5,9 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -18,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGES = [(path.relative_to(ROOT).as_posix(), path) for path in pages()]
 BY_NAME = {name: path.read_text() for name, path in PAGES}
+MODULES = [*ROOT.glob("*.py"), *(ROOT / "data").rglob("*.py"), *(ROOT / "export").rglob("*.py")]
+DOORS = sorted(path for one in MODULES if config_name(path := one.relative_to(ROOT).as_posix()))
 
 
 @pytest.mark.parametrize("page", BY_NAME)
@@ -31,9 +36,7 @@ def test_every_command_of_a_page_composes_or_says_what_it_needs(page, tmp_path, 
 
 def test_the_pages_have_commands_for_every_door():
     opened = {door[0] for text in BY_NAME.values() for one in commands(text) if (door := door_of(one.words))}
-    places = [*ROOT.glob("*.py"), *(ROOT / "data").glob("*.py"), *(ROOT / "export").glob("*.py")]
-    doors = {path.relative_to(ROOT).as_posix() for path in places}
-    assert opened == {path for path in doors if config_name(path)}
+    assert opened == set(DOORS)
     assert {need for text in BY_NAME.values() for one in commands(text) for need in one.needs} <= NEEDS
 
 
@@ -50,6 +53,21 @@ def test_what_opens_a_door_behind_a_launcher():
     assert opened("A=1 python -m export to=hf") == ("export/__main__.py", ["to=hf"])
     assert opened("python -m sglang.launch_server --model-path x") is None
     assert list(jobs(["-m", "a=1,2", "b=3"])) == [["a=1", "b=3"], ["a=2", "b=3"]]
+
+
+def asked(path, *settings):
+    """A door in a process of its own, asked for its settings alone."""
+    opened = ["-m", path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")] if "/" in path else [path]
+    command = [sys.executable, *opened, *settings, "--cfg", "job"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_every_door_opens_as_pages_open_it():
+    with ThreadPoolExecutor(2) as pool:
+        answers = dict(zip(DOORS, pool.map(asked, DOORS), strict=True))
+    assert [path for path, done in answers.items() if done.returncode] == []
+    assert all(done.stdout.count(": ") > 5 for done in answers.values())
+    assert asked("train.py", "no_such_setting=1").returncode
 
 
 WRONG = {
@@ -104,6 +122,13 @@ def test_every_page_is_in_the_navigation_of_the_site():
     named = [page for part in site["nav"] for entry in next(iter(part.values())) for page in entry.values()]
     assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     assert site["theme"]["font"] is False
+
+
+def test_the_site_is_built_so_that_a_warning_fails_it():
+    (build,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in build
+    # Where warnings are not shown, they are not counted.
+    assert "--quiet" not in build
 
 
 def test_pages_are_of_a_length_that_is_read():
