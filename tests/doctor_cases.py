@@ -60,6 +60,7 @@ def edit_config(run: Path, change):
     """Let `change` edit the config.json of a run's drafter."""
     path = run / "drafter" / "config.json"
     config = json.loads(path.read_text())
+    del config["checksum"]
     change(config)
     path.write_text(json.dumps(config))
 

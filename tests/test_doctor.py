@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from data import capture
 from data.doctor import answers, frozen, machine, states
 from data.doctor import text as texts
 from data.doctor.findings import Findings
+from drafters.cache_manifest import Manifest
 from drafters.errors import CheckpointError, ConfigError
+from drafters.storage import LocalFolder
 from drafters.target import FrozenTarget
 from drafters.types import Example, Needs
 from tests.cache_cases import examples
@@ -375,9 +378,8 @@ def test_other_caches_beside_it(own):
     folder = next((own / "states").glob("tiny-*"))
     shutil.copytree(folder, folder.with_name("tiny-000000000000"))
     foreign = shutil.copytree(folder, folder.with_name("other-000000000000"))
-    manifest = json.loads((foreign / "cache.json").read_text())
-    manifest["key"]["weights_hash"] = "f" * 64
-    (foreign / "cache.json").write_text(json.dumps(manifest))
+    manifest = Manifest.load(LocalFolder(foreign))
+    replace(manifest, key=replace(manifest.key, weights_hash="f" * 64)).save(LocalFolder(foreign))
     found = the(examined(*world_overrides(own), *QUICK), "cache/others", "note").found
     assert "2 other caches" in found
     assert "other-000000000000 (other target)" in found

@@ -27,7 +27,7 @@ from tests.evaluating import evaluated, on
         ("x.secret='a b'", "x.secret=***"),
         ("a=hf_abcdefghijklmnop", "a=***"),
         ("cache.root=s3://me:word@host/folder", "cache.root=s3://***@host/folder"),
-        ("url=https://host/x?signature=abc&a=1", "url=https://host/x?signature=***&a=1"),
+        ("url=https://host/x?signature=abc&a=1", "url=https://host/x?***"),
         ("target.mask_token=0", "target.mask_token=0"),
         ("data.max_tokens=200", "data.max_tokens=200"),
         ("report.max_new_tokens=12", "report.max_new_tokens=12"),
