@@ -150,7 +150,7 @@ class _Job:
         return is_listed and MANIFEST in sizes and not self.manifest.missing(sizes)
 
     def _is_right(self, name: str) -> bool:
-        """Whether a list is there as it would be written; one of splits may be without a checksum, as it once was."""
+        """Whether a list is there as it would be written; SPLITS may be without a checksum, as once."""
         content = self.folder.read(name)
         try:
             return content == self.lists[name] or (name == SPLITS and unsealed(parse(content)) == self.splits)
@@ -389,10 +389,9 @@ def _disk_errors(folder: Folder) -> Iterator[None]:
         if error.errno in REFUSED:
             raise DataError(f"cache: cannot write to {folder.disk}: {error}; choose another {setting}") from error
         if error.errno in BROKEN:
-            step = advice(error) or "see the disk"
             raise DataError(
-                f"cache: cannot write to {folder.disk}: {error}; once that is mended ({step}), the same command goes "
-                f"on from there; or choose another {setting}"
+                f"cache: cannot write to {folder.disk}: {error}; once that is mended ({advice(error) or 'see the disk'}"
+                f"), the same command goes on from there; or choose another {setting}"
             ) from error
         raise
 
