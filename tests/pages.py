@@ -23,7 +23,7 @@ NEEDS = {"account", "cluster", "engine", "gpu", "hub", "network", "weights"}
 BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]*) -->\n\n?)?```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-CONFIG_NAME = re.compile(r'@hydra\.main\([^)]*config_name="(\w+)"')
+CONFIG_NAME = re.compile(r'@hydra\.main\([^\n]*config_name="(\w+)"')
 
 
 @dataclass(frozen=True)
