@@ -230,4 +230,4 @@ def test_memory_of_this_process_is_in_bytes():
 
 def test_the_bar_shows_tokens_and_the_wait(tmp_path, clock):
     run, _, _ = metered(tmp_path, clock)
-    assert "tokens/s data wait 37.5%" in " ".join(run.console.export_text().split())
+    assert "tokens/s, data wait 37.5%" in " ".join(run.console.export_text().split())
