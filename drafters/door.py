@@ -163,13 +163,18 @@ class _Notes(logging.Handler):
             sys.stderr.write(self.format(record) + "\n")
 
 
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"warning: {message}\n")
+
+
 def _quiet_screen() -> None:
     """Our own notes on stderr, and none of CHATTER and NOISE."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a sign of a table or of a text gets a question mark, not a traceback.
             stream.reconfigure(errors="replace")
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.showwarning = _show_warning  # not formatwarning: Lightning replaces that when it is imported
     for name in CHATTER:
         logging.getLogger(name).setLevel(logging.WARNING)
     for message, category in NOISE:

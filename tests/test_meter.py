@@ -231,4 +231,4 @@ def test_memory_of_this_process_is_in_bytes():
 def test_the_progress_shows_tokens_and_the_wait(tmp_path, clock, monkeypatch, capsys):
     monkeypatch.setattr(progress, "_is_shown", True)
     metered(tmp_path, clock)
-    assert "tokens/s data wait 37.5%" in " ".join(capsys.readouterr().err.split())
+    assert "tokens/s, data wait 37.5%" in " ".join(capsys.readouterr().err.split())

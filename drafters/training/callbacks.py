@@ -87,6 +87,17 @@ class StepProgress(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._show(trainer, pl_module, "validating")
 
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: "DistillModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._show(trainer, pl_module, "validating")  # a log gets a sign of life where a validation takes long
+
     def on_validation_end(self, trainer: Trainer, pl_module: "DistillModule") -> None:
         self._show(trainer, pl_module, "training")
 
@@ -108,7 +119,7 @@ class StepProgress(Callback):
         if "throughput/data_wait" in metrics:
             parts.append(f"data wait {float(metrics['throughput/data_wait']):.1%}")
         rate = f"{step / seconds:.2f} steps/s" if step and seconds else ""
-        self._work(trainer.global_step, module.total_steps, rate=rate, note=" ".join(parts), what=what)
+        self._work(trainer.global_step, module.total_steps, rate=rate, note=", ".join(parts), what=what)
 
     def _stop(self) -> None:
         if self._work is not None:
