@@ -23,11 +23,7 @@ NEEDS = {"account", "cluster", "engine", "gpu", "hub", "network", "weights"}
 BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]*) -->\n\n?)?```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-<<<<<<< HEAD
 CONFIG_NAME = re.compile(r'@hydra\.main\(.*config_name="(\w+)"')
-=======
-CONFIG_NAME = re.compile(r'@hydra\.main\([^\n]*config_name="(\w+)"')
->>>>>>> 4a698b8b7ea7a3ea28ceedcbb5d5cddaceef435c
 
 
 @dataclass(frozen=True)
