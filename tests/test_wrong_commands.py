@@ -225,7 +225,7 @@ def told(world, run, mine, tmp_path, monkeypatch, capsys):
         found = run_door(door, whole(door, words.split(" "), world, run, mine), monkeypatch, capsys)
         assert contents(world) | contents(mine) == before
         kept = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-        assert kept <= {"run.lock", "settings.json", "multirun.yaml", ".lock"}, kept
+        assert kept <= {"run.lock", "environment.json", "settings.json", "multirun.yaml", ".lock"}, kept
         return found
 
     return call
