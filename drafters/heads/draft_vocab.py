@@ -31,7 +31,7 @@ def new_vocab(size: int | None, spec: TargetSpec, start: "Start") -> DraftVocab 
         return None
     tokens = start.supervised_tokens()
     vocab = count_vocab(tokens, size=size, vocab_size=spec.vocab_size, always=spec.eos_ids)
-    logger.info("draft vocabulary: %d tokens hold %.1f %% of the text", size, 100 * coverage(tokens, vocab))
+    logger.info("draft vocabulary: %d tokens hold %.1f %% of the training text", size, 100 * coverage(tokens, vocab))
     return vocab
 
 
