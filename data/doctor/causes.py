@@ -196,7 +196,7 @@ def check_training(findings: "Findings", rows: "Sequence[Row]", supervised: int 
         findings.note("acceptance/training", "not judged: no csv log of a validation (logger=csv)")
         return
     epochs = max((row["epoch"] for row in rows if "epoch" in row), default=0.0)
-    seen = f"{curve[-1]['positions']:,.0f} draft positions (a block at each anchor) in {curve[-1]['step'] + 1:,.0f} steps, "
+    seen = f"{curve[-1]['positions']:,.0f} draft positions in {curve[-1]['step'] + 1:,.0f} steps, "
     seen += "less than one pass over the data" if epochs < 1 else f"{epochs:.0f} whole passes over the data"
     seen += f" ({supervised:,} supervised tokens)" if supervised is not None else ""
     best, last = (max(row[TAU] for row in curve) - 1, curve[-1][TAU] - 1)
