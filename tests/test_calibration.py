@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 from torchmetrics.functional.classification import binary_calibration_error
 
 from drafters.errors import CheckpointError, ConfigError
+from drafters.plain_json import unsealed
 from drafters.scheduling.calibration import (
     METHODS,
     Calibration,
@@ -365,13 +366,9 @@ def test_the_file_gives_back_the_same(tmp_path):
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path, change, said):
     path = calibrated((2.0, 1.5)).save(tmp_path)
-    values = json.loads(path.read_text()) | change
-    del values["checksum"]
-    path.write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=said) as caught:
+    path.write_text(json.dumps(unsealed(json.loads(path.read_text())) | change))
+    with pytest.raises(CheckpointError, match=rf"{path}.*{said}[^=]*task=calibrate[^=]*$"):
         Calibration.load(tmp_path)
-    assert str(path) in str(caught.value)
-    assert str(caught.value).count("task=calibrate") == 1
 
 
 def test_a_missing_or_cut_file_is_refused(tmp_path):
