@@ -229,6 +229,8 @@ def build_logger(cfg: DictConfig) -> Any:
     from drafters.training.plan import one_line
 
     node = to_plain(cfg.get("logger"))
+    if isinstance(node, list):
+        raise ConfigError(f"logger: got {node}; accepted: one logger, as conf/logger has them, or null")
     try:
         return instantiate(suited(node, key="logger") if isinstance(node, dict) and node else node) or False
     except (hydra.errors.HydraException, TypeError, ValueError) as error:

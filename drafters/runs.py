@@ -30,6 +30,13 @@ FREE = (
 
 # Of settings that runs of earlier versions do not have.
 BEFORE = {"target.trust_remote_code": False}
+# What stored settings are, as far as all that read them rely on it.
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("cwd", "name", "outputs", "run_dir"), str),
+    **dict.fromkeys(("source", "data", "target", "cache", "loss", "drafter", "optim", "trainer", "callbacks"), dict),
+    "report": dict,
+    "logger": dict | bool | None,
+}
 # What a checkpoint cannot go on with once it is another; `resume` is for the rest, such as a longer budget.
 FIXED = ("target", "source", "data", "drafter", "warm_start", "seed")
 
@@ -120,6 +127,13 @@ def open_run(folder: Path | str, *, needs_drafter: bool = True) -> tuple[Run, di
         raise CheckpointError(
             f"run: {run.folder / SETTINGS} lacks {', '.join(absent)}; it is damaged or of another version"
         )
+    for name, value in settings.items():
+        kind = KINDS.get(name, Any)
+        if kind is not Any and not isinstance(value, kind):
+            raise CheckpointError(
+                f"run: {run.folder / SETTINGS} has {name}={json.dumps(value)}, which should be "
+                f"{'text' if kind is str else 'settings by name'}; it is damaged or of another version"
+            )
     if needs_drafter and not run.has_drafter:
         raise CheckpointError(f"run: {folder} has no drafter yet; go on with the train.py command that began it")
     return run, settings

@@ -153,6 +153,67 @@ def test_folders_that_cannot_be_repeated_are_refused(begun, tmp_path):
     refused("not a run of train.py")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"logger": {"_target_": f"lightning.pytorch.loggers.{name}"}} for name in ("CSVLogger", "TensorBoardLogger")),
+        {"logger": {"_target_": "drafters.training.loggers.wandb_logger", "name": "x"}},
+        {"logger": None},
+        *(
+            {
+                "trainer": {
+                    "_target_": "lightning.pytorch.Trainer",
+                    "strategy": {"_target_": f"drafters.training.strategies.{name}"},
+                }
+            }
+            for name in ("ShardedStrategy", "ZeroStrategy")
+        ),
+    ],
+)
+def test_what_runs_have_called_may_be_called_again(begun, tmp_path, changes):
+    shutil.copytree(begun, tmp_path / "run")
+    write_settings(tmp_path / "run", **changes)
+    assert stored_node([f"run={tmp_path / 'run'}", "name=x"])
+
+
+@pytest.mark.parametrize(
+    ("group", "node", "name"),
+    [
+        ("logger", {"_target_": "os.system", "command": "true"}, "os.system"),
+        ("logger", {"_target_": "lightning.pytorch.loggers.CSVLogger.x"}, "CSVLogger.x"),
+        ("logger", {"_target_": ["os.system"]}, r"\['os.system'\]"),
+        ("trainer", {"_target_": "subprocess.run"}, "subprocess.run"),
+        (
+            "trainer",
+            {"_target_": "lightning.pytorch.Trainer", "plugins": [{"_target_": "builtins.exec"}]},
+            "builtins.exec",
+        ),
+    ],
+)
+def test_a_folder_does_not_say_what_is_called(begun, tmp_path, group, node, name):
+    shutil.copytree(begun, tmp_path / "run")
+    write_settings(tmp_path / "run", **{group: node})
+    with pytest.raises(CheckpointError, match=rf"names {group}\._target_=.*{name}, which is not called because a fold"):
+        stored_node([f"run={tmp_path / 'run'}", "name=x"])
+
+
+def test_another_logger_of_the_command_is_called_in_its_place(begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "run")
+    write_settings(tmp_path / "run", logger={"_target_": "os.system"})
+    assert "logger" not in stored_node([f"run={tmp_path / 'run'}", "name=x", "logger=csv"])
+
+
+def test_code_of_a_targets_folder_is_trusted_by_the_command_alone(begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "run")
+    target = json.loads(settings_of(begun))["target"]
+    write_settings(tmp_path / "run", target={**target, "trust_remote_code": True})
+    words = [f"run={tmp_path / 'run'}", "name=x"]
+    with pytest.raises(ConfigError, match=r"target\.trust_remote_code: .* was trained with true; say"):
+        stored_node(words)
+    assert stored_node([*words, "target.trust_remote_code=true"])
+    assert stored_node([*words, "target.trust_remote_code=false"])
+
+
 def test_a_run_is_not_repeated_into_itself(first, composed):
     with pytest.raises(ConfigError, match=r"name: got the name of .*first itself"):
         train.train(composed(f"run={first}", "name=first"))

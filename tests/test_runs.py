@@ -114,3 +114,24 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / ".hydra" / "settings.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"), claim(tmp_path, SETTINGS):
         pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": None}, "target=null, which should be settings by name"),
+        ({"source": []}, r"source=\[\], which should be settings by name"),
+        ({"trainer": "x"}, 'trainer="x", which should be settings by name'),
+        ({"logger": [1]}, r"logger=\[1\], which should be settings by name"),
+        ({"cwd": 4}, "cwd=4, which should be text"),
+        ({"run_dir": None}, "run_dir=null, which should be text"),
+    ],
+)
+def test_stored_settings_of_another_kind_are_refused(tmp_path, changes, message):
+    path = tmp_path / ".hydra" / "settings.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**SETTINGS, "logger": None}))
+    open_run(tmp_path, needs_drafter=False)
+    path.write_text(json.dumps(SETTINGS | changes))
+    with pytest.raises(CheckpointError, match=rf"settings\.json has {message}; it is damaged"):
+        open_run(tmp_path, needs_drafter=False)
