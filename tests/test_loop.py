@@ -203,7 +203,7 @@ def drafted_by(copy, **settings):
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch_size", [3, 8])
+@pytest.mark.parametrize("batch_size", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_row_is_the_same_in_any_batch(target, copy, tree, temperature, batch_size):
     """Tokens, rounds and what the target's states were asked for; some rows stop early, most at the limit."""
     prompts = prompts_of(LENGTHS)

@@ -248,7 +248,7 @@ def test_another_job_is_refused_and_the_same_one_elsewhere_is_not(door, stub, tm
     assert stub.questions() == ["Tool?"]
 
 
-@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("way", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_stopped_process_goes_on(stub, tmp_path, way):
     rows = [{**row, "id": f"{row['id']}{k}"} for k in range(6) for row in ROWS]
     write_rows(tmp_path / "p.jsonl", rows)

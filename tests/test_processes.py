@@ -73,7 +73,7 @@ def alone(command, one_thread, tmp_path_factory):
     return acceptance(out)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_processes_find_what_one_finds(command, alone, tmp_path, batch_size):
     reports, expected = alone
     assert {len(report.by_source) for report in reports.values()} == {2}
@@ -99,6 +99,7 @@ def test_an_error_ends_both_with_one_message(command, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_two_began_is_finished_by_one(command, alone, tmp_path, monkeypatch, capsys):
     script = tmp_path / "dying.py"
     script.write_text(DYING + "\n")

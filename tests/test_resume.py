@@ -270,7 +270,13 @@ def killed(folder, call, *setup):
 
 # The third: a validation between the batches of an accumulation, after a saved step.
 @pytest.mark.parametrize(
-    ("at", "options"), [(10, {}), (12, {"accumulate": 2}), (6, {"accumulate": 2, "validate": 5, "every": 2})], ids=str
+    ("at", "options"),
+    [
+        pytest.param(10, {}, marks=pytest.mark.slow),
+        pytest.param(12, {"accumulate": 2}, marks=pytest.mark.slow),
+        (6, {"accumulate": 2, "validate": 5, "every": 2}),
+    ],
+    ids=str,
 )
 def test_kill_9_and_the_same_command_equals_uninterrupted(tmp_path, whole, at, options):
     killed(tmp_path, f"on_batch=Stop({at}, signal.SIGKILL), **{options}")
@@ -278,7 +284,7 @@ def test_kill_9_and_the_same_command_equals_uninterrupted(tmp_path, whole, at, o
     assert_equal_runs(tmp_path, whole(**options))
 
 
-@pytest.mark.parametrize("step", [12, STEPS])
+@pytest.mark.parametrize("step", [12, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_kill_9_in_a_validation_and_the_same_command_repeats_it(tmp_path, whole, monkeypatch, step):
     patched = f"DistillModule.validation_step = interrupted_validation({step}, signal.SIGKILL)"
     killed(tmp_path, "", patched)

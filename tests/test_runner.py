@@ -127,7 +127,9 @@ def texts(reports):
     return json.dumps([report.to_dict() for report in reports.values()], sort_keys=True)
 
 
-@pytest.mark.parametrize("kind", ["chains", "trees", "sampled"])
+@pytest.mark.parametrize(
+    "kind", ["chains", *(pytest.param(one, marks=pytest.mark.slow) for one in ("trees", "sampled"))]
+)
 def test_a_measurement_that_is_killed_anywhere_goes_on_to_the_same_report(target, drafter, decoding, tmp_path, kind):
     changes = {
         "chains": {},

@@ -75,7 +75,7 @@ def calibration(sharpness):
     )
 
 
-@pytest.mark.parametrize("layout", ["padded", "ragged"])
+@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.slow), "ragged"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda one: type(one).__name__)
 def test_texts_keep_the_law_of_the_target(scheduler, layout):
     target, copy = pair()
@@ -179,7 +179,7 @@ def test_confidences_are_recorded_where_asked():
     assert {one for r in row.rounds for one in r.confidences} == {1.0}
 
 
-@pytest.mark.parametrize("advance", [1, 2])
+@pytest.mark.parametrize("advance", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rounds_from_every_place_keep_the_law(advance):
     target, copy = pair()
     drafter = SureDrafter(copy, block_size=GAMMA)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.door_world import ROOT, train_overrides
 
 # Of markov alone; the others have no such setting.
@@ -18,6 +20,7 @@ def sweep(world, *overrides):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_all_jobs_share_the_cache_and_one_wrong_one_is_named_at_the_end(world):
     done = sweep(world, "drafter=eagle3,medusa,parallel", "target.layer_ids=[0,2]")
     assert done.returncode == 1, done.stderr

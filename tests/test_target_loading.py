@@ -209,6 +209,7 @@ def test_an_error_of_the_process_that_leads_ends_all_with_one_message(tmp_path):
     assert done.stderr.count("error: cache.layer_ids: layer 9 is out of range") == 1
 
 
+@pytest.mark.slow
 def test_train_takes_a_spread_target(world):
     """Its drafter begins with the target's own layers, one of which waits on the disk."""
     given = ["target.device_map={model: disk, model.rotary_emb: cpu, lm_head: disk}", "drafter=mtp", "device=null"]
