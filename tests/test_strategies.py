@@ -94,6 +94,7 @@ def test_one_process_goes_on_from_any_run(folder, alone, plain, begun):
     assert found.losses == pytest.approx(alone.losses[2:], rel=0, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_ZERO, reason="needs the extra 'deepspeed'")
 @pytest.mark.parametrize("name", ZEROS)
 def test_deepspeed_trains_as_one(folder, alone, zeros, name):
