@@ -105,11 +105,11 @@ def launch_in_order() -> None:
             )
         launcher = make(self, config=config, **given)
         kind, launch, logs = type(launcher), type(launcher).launch, None if name is None else config.hydra.sweep.dir
-        # Of the class: a launcher that submits jobs sends itself along.
 
         def launch_jobs(self: Any, *jobs: Any, **more: Any) -> Any:
             return _launch_jobs(partial(launch, self), logs, *jobs, **more)
 
+        # Of the class: a launcher that submits jobs sends itself along.
         setattr(kind, "launch", launch_jobs)  # noqa: B010
         return launcher
 

@@ -62,8 +62,7 @@ class Display(Protocol):
 class Work:
     """One piece of work by name, counted in `unit`: enter it, then call it with what is done. What is done within
     `patience` seconds is never shown. `begun_at`: what was done earlier, which counts for the share, not for the
-    rate. `started`: the time.monotonic() of its
-    beginning, where that was before."""
+    rate. `started`: the time.monotonic() of its beginning, where that was before."""
 
     def __init__(
         self, what: str, *, unit: str, patience: float = 0.0, begun_at: float = 0.0, started: float | None = None
